@@ -91,6 +91,6 @@ def test_what_its_guest_reports_free_costs_nothing(vm: vmfork.VM) -> None:
     assert memory.private_pages > freed_pages
     fetched = memory.demand_bytes - before
     print(f"fetched {fetched / 2**20:.1f} MiB of {mib}; {kept / 2**20:.1f} MiB were free and not reported")
-    # Without the reports it were all of them. 4 %, of which the kernel's `struct page` are 1.6; and
-    # what a busy host lets the kernel do meanwhile, which does not grow with what is filled.
+    # Without the reports it were all of them. The kernel's `struct page` are 1.6 of the 4 %.
+    # The 4 MiB are what the kernel does meanwhile; they do not grow with what is filled.
     assert fetched < kept + (0.04 * mib + 4) * (1 << 20), (before, memory)
