@@ -191,6 +191,42 @@ def test_disks_are_pushed_and_pulled(own: Daemon, image: str, tmp_path: Path) ->
         _check(member)
 
 
+def test_a_disk_of_a_snapshot_is_another_vms_first_content(
+    client: vmfork.Client, image: str, cli: Cli
+) -> None:
+    """Of a VM that boots, and of a volume, which needs the snapshot no more."""
+    with client.run(image, name="maker", memory_mib=256, disks=[vmfork.NewDisk.blank("data", 64 * MIB)]) as vm:
+        vm.exec("mkdir -p /mnt/data && mount /dev/vdb /mnt/data", check=True)
+        vm.exec("head -c 5M /dev/urandom > /mnt/data/file; sync", check=True)
+        wanted = vm.exec("sha256sum < /mnt/data/file", check=True).stdout_text.strip()
+        client.snapshots.create("maker", "made", wait=True, record_s=0)
+    client.volumes.create("copy", snapshot=("made", "data"))
+    disks = [
+        vmfork.NewDisk.snapshot("data", "made"),
+        vmfork.NewDisk.snapshot("twin", "made", "data"),
+        vmfork.NewDisk.volume("copy", "copy"),
+    ]
+    with client.run(image, name="taker", memory_mib=256, disks=disks) as vm:
+        for device, name in (("vdb", "data"), ("vdc", "twin"), ("vdd", "copy")):
+            vm.exec(f"mkdir -p /mnt/{name} && mount /dev/{device} /mnt/{name}", check=True)
+            assert vm.exec(f"sha256sum < /mnt/{name}/file", check=True).stdout_text.strip() == wanted
+        vm.exec("echo mine > /mnt/data/file; sync", check=True)
+        with vm.fork(1) as (clone,):
+            assert _cold(clone, "cat /mnt/data/file") == "mine"
+            assert _cold(clone, "sha256sum < /mnt/twin/file") == wanted
+        assert client.snapshots.get("made").vm_names == ("taker",)
+        with pytest.raises(vmfork.Conflict, match="`taker/data`"):
+            client.snapshots.remove("made")
+    refused = cli("run", image, "--name", "never", "--disk", "x=snapshot:made", code=None)
+    assert refused.returncode != 0
+    assert "the snapshot `made` has no disk `x`" in refused.stderr.decode()
+    refused = cli("volume", "create", "never", "--from", "snapshot:absent/data", code=None)
+    assert refused.returncode != 0 and b"absent" in refused.stderr
+    client.snapshots.remove("made")
+    assert client.volumes.get("copy").data_bytes >= 5 * MIB
+    client.volumes.remove("copy")
+
+
 def test_a_volume_says_whether_it_is_stored(client: vmfork.Client, image: str) -> None:
     """A read-only volume's content is in the snapshot. One that refuses forks is in none."""
     client.volumes.create("shared", size_bytes=16 * MIB, on_fork=vmfork.OnFork.READ_ONLY)

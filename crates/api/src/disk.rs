@@ -56,6 +56,13 @@ pub enum DiskSource {
         #[schema(value_type = HostPath)]
         path: String,
     },
+    /// A disk of a stored snapshot.
+    Snapshot {
+        #[schema(value_type = Name)]
+        snapshot: String,
+        #[schema(value_type = DiskName)]
+        disk: String,
+    },
     /// Nothing yet: a volume can be attached while the VM runs.
     Empty {},
     /// A volume. What the VM writes to it stays when the VM ends.
@@ -200,7 +207,7 @@ pub enum DiskState {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DiskError {
     #[error(
-        "disk `{text}`: it has the form NAME=blank:SIZE, NAME=image:IMAGE, NAME=file:PATH, NAME=volume:VOLUME or NAME=empty"
+        "disk `{text}`: it has the form NAME=blank:SIZE, NAME=image:IMAGE, NAME=file:PATH, NAME=snapshot:SNAPSHOT/DISK, NAME=volume:VOLUME or NAME=empty"
     )]
     Form { text: String },
     #[error(
@@ -267,7 +274,13 @@ impl NewDisk {
                         return Err(DiskError::VolumeTwice { name: name(), volume });
                     }
                 }
-                DiskSource::File { .. } | DiskSource::Image { .. } | DiskSource::Empty {} => {}
+                DiskSource::Snapshot { disk, .. } if !disk_name_is_valid(disk) => {
+                    return Err(DiskError::Name { name: disk.clone() });
+                }
+                DiskSource::File { .. }
+                | DiskSource::Image { .. }
+                | DiskSource::Snapshot { .. }
+                | DiskSource::Empty {} => {}
             }
         }
         Ok(())
@@ -300,6 +313,10 @@ impl FromStr for NewDisk {
             "image" => DiskSource::Image { image: value.to_owned() },
             "file" => DiskSource::File { path: value.to_owned() },
             "volume" => DiskSource::Volume { volume: value.to_owned() },
+            "snapshot" => {
+                let (snapshot, disk) = value.split_once('/').unwrap_or((value, name));
+                DiskSource::Snapshot { snapshot: snapshot.to_owned(), disk: disk.to_owned() }
+            }
             _ => return Err(form()),
         };
         Ok(Self { name: name.to_owned(), source })
@@ -372,6 +389,12 @@ mod tests {
         assert_eq!(source("a=file:/a=b:c"), DiskSource::File { path: "/a=b:c".to_owned() });
         assert_eq!(source("a=volume:db"), DiskSource::Volume { volume: "db".to_owned() });
         assert_eq!(source("a=empty"), DiskSource::Empty {});
+        let stored = |disk: &str| DiskSource::Snapshot {
+            snapshot: "warm".to_owned(),
+            disk: disk.to_owned(),
+        };
+        assert_eq!(source("a=snapshot:warm/data"), stored("data"));
+        assert_eq!(source("a=snapshot:warm"), stored("a"), "of the same name");
     }
 
     #[test]
@@ -389,6 +412,7 @@ mod tests {
         for size in ["0", "512K", "3T", "1048577"] {
             assert!(refused(&format!("a=blank:{size}")).contains("1 MiB to 2 TiB"), "{size}");
         }
+        assert!(refused("a=snapshot:warm/").contains("a name has 1 to 32"));
         assert!(refused("a=file:disk.raw").contains("`disk.raw` is no absolute path"));
     }
 

@@ -5,7 +5,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::disk::{DISK_BYTES_MAX, DISK_BYTES_MIN, DiskSource};
+use crate::disk::{DISK_BYTES_MAX, DISK_BYTES_MIN, DiskSource, disk_name_is_valid};
 use crate::schema::{Closed, DiskName, HostPath, Name};
 use crate::{DiskError, Labels};
 
@@ -59,6 +59,13 @@ pub enum VolumeSource {
     Image {
         #[schema(value_type = Name)]
         image: String,
+    },
+    /// A disk of a stored snapshot.
+    Snapshot {
+        #[schema(value_type = Name)]
+        snapshot: String,
+        #[schema(value_type = DiskName)]
+        disk: String,
     },
     /// A raw file on the daemon's host.
     File {
@@ -125,6 +132,7 @@ impl From<VolumeSource> for DiskSource {
             VolumeSource::Blank { size_bytes } => Self::Blank { size_bytes },
             VolumeSource::Image { image } => Self::Image { image },
             VolumeSource::File { path } => Self::File { path },
+            VolumeSource::Snapshot { snapshot, disk } => Self::Snapshot { snapshot, disk },
         }
     }
 }
@@ -146,7 +154,12 @@ impl VolumeRequest {
             VolumeSource::File { path } if !path.starts_with('/') => {
                 return Err(DiskError::Path { name: name(), path: path.clone() });
             }
-            VolumeSource::File { .. } | VolumeSource::Image { .. } => {}
+            VolumeSource::Snapshot { disk, .. } if !disk_name_is_valid(disk) => {
+                return Err(DiskError::Name { name: disk.clone() });
+            }
+            VolumeSource::File { .. }
+            | VolumeSource::Image { .. }
+            | VolumeSource::Snapshot { .. } => {}
         }
         Ok(())
     }

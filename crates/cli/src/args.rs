@@ -165,7 +165,8 @@ pub(crate) struct RawRun {
     #[arg(long, help_heading = OF_IMAGES)]
     pub(crate) accel: Option<RawAccel>,
     /// Disk: NAME=blank:SIZE (an empty ext4), NAME=image:IMAGE, NAME=file:PATH,
-    /// NAME=volume:VOLUME or NAME=empty; repeat it for up to 7, or 6 with `--root overlay`
+    /// NAME=snapshot:SNAPSHOT/DISK, NAME=volume:VOLUME or NAME=empty; repeat it for up to 7, or 6
+    /// with `--root overlay`
     #[arg(long = "disk", value_name = "NAME=SOURCE", action = ArgAction::Append, help_heading = OF_IMAGES)]
     pub(crate) disks: Vec<String>,
     /// What takes the writes to the root file system [default: tmpfs]
@@ -720,7 +721,8 @@ pub(crate) struct RawVolumeCreate {
     /// Size of an empty ext4 file system: 512M, 10G, 1T
     #[arg(long, value_name = "SIZE", conflicts_with = "from", required_unless_present = "from")]
     pub(crate) size: Option<String>,
-    /// Copy of image:IMAGE (the root file system of a guest image) or file:PATH (a raw file)
+    /// Copy of image:IMAGE (the root file system of a guest image), snapshot:SNAPSHOT/DISK or
+    /// file:PATH (a raw file)
     #[arg(long, value_name = "SOURCE")]
     pub(crate) from: Option<String>,
     /// What a fork does with the volume

@@ -320,7 +320,7 @@ impl NotStarted {
         }
     }
 
-    fn remedy(&self) -> &'static str {
+    fn remedy(&self) -> &str {
         match self {
             Self::Late { .. } => "give it a longer `--timeout`, or start fewer at once",
             Self::Launch(error) => error.remedy(),

@@ -15,7 +15,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use vmfork_disk::{DiskImage, Lower, OwnPages};
 use vmfork_host::disks::{DiskContent, DiskSpec};
@@ -86,33 +86,39 @@ pub(super) fn put_specs(spec: &mut MachineSpec, contents: &[DiskContent]) {
     }
 }
 
-/// The content of a stored disk.
+/// The content of a stored disk, and what lives as long as something reads from that.
 ///
 /// # Errors
 /// Its tables do not fit each other.
 pub(super) fn image_of(
     chain: &[StoredImage],
     layers: Vec<Arc<StoredPages>>,
-) -> Result<DiskImage, SnapshotError> {
+) -> Result<(DiskImage, Weak<StoredDisk>), SnapshotError> {
     let top = chain.first().ok_or(SnapshotError::Empty)?;
     let (snapshot, role) = (top.stored().descriptor(), &top.image().role);
     let id = image_id(snapshot.id, role);
-    let disk = StoredDisk::new(snapshot.name.clone(), chain, layers)?;
+    let disk = StoredDisk::new(id, snapshot.name.clone(), chain, layers)?;
     let zeros = PageTable::uniform(disk.table.pages(), Source::Zero);
     let data = disk.table.runs(disk.table.range());
     let data = data.filter(|(_, source)| *source != Source::Zero);
     let table = zeros.derive(data.map(|(run, _)| (run, Source::Image(id))));
     let table = table.map_err(SnapshotError::Table)?;
-    let own: Arc<dyn OwnPages> = Arc::new(disk);
-    Ok(DiskImage::from_table(id, top.image().bytes, table, BTreeMap::from([(id, own)]))?)
+    let disk = Arc::new(disk);
+    let is_read = Arc::downgrade(&disk);
+    let own: Arc<dyn OwnPages> = disk;
+    let image = DiskImage::from_table(id, top.image().bytes, table, BTreeMap::from([(id, own)]))?;
+    Ok((image, is_read))
 }
 
 /// Where the pages of a stored disk are.
 #[derive(Debug)]
-struct StoredDisk {
+pub(super) struct StoredDisk {
+    id: ImageId,
     /// The snapshot and the disk, for messages.
     snapshot: String,
     role: Role,
+    /// The snapshot, and those that its disk is a delta on.
+    chain: Vec<SnapshotId>,
     /// Whose own each page is, as a number in `layers`, from 1 on.
     table: PageTable,
     /// The disk itself first, then what it is a delta on.
@@ -121,6 +127,7 @@ struct StoredDisk {
 
 impl StoredDisk {
     fn new(
+        id: ImageId,
         snapshot: String,
         chain: &[StoredImage],
         layers: Vec<Arc<StoredPages>>,
@@ -135,7 +142,23 @@ impl StoredDisk {
             });
             table = table.derive(runs).map_err(SnapshotError::Table)?;
         }
-        Ok(Self { snapshot, role: top.role.clone(), table, layers })
+        let chain = chain.iter().map(|image| image.stored().descriptor().id).collect();
+        Ok(Self { id, snapshot, role: top.role.clone(), chain, table, layers })
+    }
+
+    /// As layers that lie on it call it.
+    pub(super) fn id(&self) -> ImageId {
+        self.id
+    }
+
+    /// Whether it is a disk of the snapshot `id`.
+    pub(super) fn is_of(&self, id: SnapshotId) -> bool {
+        self.chain.first() == Some(&id)
+    }
+
+    /// Whether it may need pages of the snapshot `id`.
+    pub(super) fn needs(&self, id: SnapshotId) -> bool {
+        self.chain.contains(&id)
     }
 
     /// `None`: zeros.

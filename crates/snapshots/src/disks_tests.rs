@@ -288,7 +288,7 @@ async fn a_snapshot_stays_as_long_as_a_disk_reads_from_it() {
     let library = &library(&host);
     line(&library.snapshots, 3);
     let opened = library.snapshots.open(&library.core, "s3").expect("opens");
-    assert!(opened.has_disks());
+    assert_eq!(opened.disks.len(), 1);
     assert_eq!(opened.base("s3").expect("its tables").disks.len(), 1);
     let _vm = host.vm("web", None);
     let uid = rustix::process::getuid().as_raw();
@@ -313,6 +313,32 @@ async fn a_snapshot_stays_as_long_as_a_disk_reads_from_it() {
     };
     tokio::time::timeout(SOON, removed).await.expect("no disk needs it any more");
     keep::remove(library, "s2", false).await.expect("none needs this");
+}
+
+/// From when it is opened: a VM that boots with it makes files of its own some time later.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_disk_that_a_vm_is_to_begin_with_keeps_its_snapshot() {
+    let host = Host::start().await;
+    let library = &library(&host);
+    let model = line(&library.snapshots, 5).pop().expect("some").1;
+    let all = PageRange::first(PAGES);
+    let image = library.snapshots.disk("s3", "data").expect("there");
+    assert!(read(&image, all).expect("read") == wanted(&model, all));
+    for (name, cascade) in [("s3", false), ("s0", true)] {
+        let refused = keep::remove(library, name, cascade).await.expect_err("needed");
+        assert_eq!(refused.code, vmfork_api::ErrorCode::Conflict, "{refused}");
+        assert!(refused.to_string().contains("VMs that are being started"), "{refused}");
+    }
+    drop(image);
+    keep::remove(library, "s3", false).await.expect("nothing reads from it");
+    let refused = |name, disk| library.snapshots.disk(name, disk).expect_err("there is none");
+    let error = refused("s3", "data");
+    assert_eq!(error.code, vmfork_api::ErrorCode::NotFound, "{error}");
+    let error = refused("s2", "other");
+    assert_eq!(error.code, vmfork_api::ErrorCode::NotFound, "{error}");
+    assert_eq!(error.cause, "the snapshot `s2` has no disk `other`");
+    assert!(error.remedy.is_some_and(|remedy| remedy.contains("snapshot inspect s2")));
+    assert_eq!(refused("s2", "memory").code, vmfork_api::ErrorCode::NotFound);
 }
 
 #[tokio::test(flavor = "multi_thread")]

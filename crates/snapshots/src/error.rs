@@ -37,6 +37,9 @@ pub enum SnapshotError {
     OtherImage { name: String, role: Role },
     #[error("`{name}` has no image of {bytes} bytes for its VM's disk `{disk}`")]
     NoDisk { name: String, disk: String, bytes: u64 },
+    /// That a client asked for.
+    #[error("the snapshot `{name}` has no disk `{disk}`")]
+    HasNoDisk { name: String, disk: String },
     /// As [`vmfork_host::disks::HostDisks::on_bases`] finds them.
     #[error("it is needed by {}", disk_list(disks))]
     DisksNeedIt { disks: Vec<String> },
@@ -145,6 +148,10 @@ impl SnapshotError {
                 Some(format!(
                     "it was made by another version of vmfork, or tampered with: `vmfork snapshot verify {name}`"
                 )),
+            ),
+            Self::HasNoDisk { name, .. } => (
+                ErrorCode::NotFound,
+                Some(format!("`vmfork snapshot inspect {name}` shows what it has")),
             ),
             Self::OtherImage { .. } => (
                 ErrorCode::Conflict,

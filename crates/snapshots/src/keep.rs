@@ -116,11 +116,9 @@ impl Library {
         let until = Instant::now() + DISKS_END;
         loop {
             let gate = snapshots.keep_for_disks();
-            let opened = snapshots.all_opened();
-            let is_open = opened.iter().any(|it| it.has_disks() && ids.contains(&it.id));
-            drop(opened);
+            let is_read = snapshots.disk_is_read(ids);
             let on = self.core.disks.on_bases(&bases)?;
-            if !is_open && on.is_empty() {
+            if !is_read && on.is_empty() {
                 return Ok(Some(gate));
             }
             let live = self.core.registry.live();

@@ -1,7 +1,7 @@
 //! A stored snapshot that VMs are started from: its image with an engine, its device state in
 //! memory.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 use std::num::NonZeroU64;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -11,6 +11,7 @@ use vmfork_engine::{Engine, HostImage};
 use vmfork_image::{PAGE_BYTES, PageTable};
 use vmfork_store::{BaseRef, Blobs, Role, SnapshotId};
 
+use crate::disks::StoredDisk;
 use vmfork_fork::facts::Facts;
 use vmfork_host::admission::{Admission, Lease};
 use vmfork_host::disks::DiskContent;
@@ -25,8 +26,6 @@ pub struct Opened {
     pub id: SnapshotId,
     /// Its own, and those of the snapshots that its memory is a delta on.
     chain: Vec<SnapshotId>,
-    /// The same of its disks. Empty: it has none.
-    disk_chain: BTreeSet<SnapshotId>,
     /// What its VMs' disks hold at first.
     pub(super) disks: Vec<DiskContent>,
     pub(super) facts: Facts,
@@ -73,11 +72,10 @@ impl Drop for WorkingSetClaim {
 
 impl Opened {
     /// Open from now on. `id` and `chain`: its own, and those of all that its memory is a delta on.
-    /// `disks`: with those that they are deltas on. `state`: the device state, and what its stream
-    /// begins with.
+    /// `state`: the device state, and what its stream begins with.
     pub(super) fn new(
         (id, chain): (SnapshotId, Vec<SnapshotId>),
-        (disks, disk_chain): (Vec<DiskContent>, BTreeSet<SnapshotId>),
+        disks: Vec<DiskContent>,
         facts: Facts,
         engine: Arc<Engine>,
         (state, lead): (OwnedFd, Option<Lead>),
@@ -85,7 +83,6 @@ impl Opened {
         Self {
             id,
             chain,
-            disk_chain,
             disks,
             facts,
             engine,
@@ -151,15 +148,10 @@ impl Opened {
         !self.prediction.swap(true, Ordering::Relaxed)
     }
 
-    /// Whether its VMs may still need pages of the snapshot `id`, which it is or is a delta on.
+    /// Whether the memory of its VMs may still need pages of the snapshot `id`, which it is or is a
+    /// delta on.
     pub(super) fn needs(&self, id: SnapshotId) -> bool {
-        self.disk_chain.contains(&id)
-            || (self.chain.contains(&id) && self.engine.image().missing_pages() > 0)
-    }
-
-    /// Whether its VMs have disks, which read from it as long as they are there.
-    pub(super) fn has_disks(&self) -> bool {
-        !self.disks.is_empty()
+        self.chain.contains(&id) && self.engine.image().missing_pages() > 0
     }
 
     /// What the next snapshot of a VM that descends from this one is a delta of. `name` is what it
@@ -209,6 +201,8 @@ pub(super) struct OpenOnes {
     pub(super) snapshots: HashMap<SnapshotId, Weak<Opened>>,
     /// Those that others are deltas of, too.
     pub(super) images: HashMap<SnapshotId, Weak<HostImage>>,
+    /// Disks of snapshots. Each is open as long as a disk reads from it.
+    pub(super) disks: Vec<Weak<StoredDisk>>,
     /// Stores that chunks come from, by location.
     pub(super) remotes: HashMap<String, Weak<dyn Blobs>>,
 }
@@ -222,6 +216,7 @@ impl OpenOnes {
     pub(super) fn retain(&mut self) {
         self.snapshots.retain(|_, opened| opened.strong_count() > 0);
         self.images.retain(|_, image| image.strong_count() > 0);
+        self.disks.retain(|disk| disk.strong_count() > 0);
         self.remotes.retain(|_, blobs| blobs.strong_count() > 0);
     }
 }

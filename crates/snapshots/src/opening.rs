@@ -3,11 +3,12 @@
 use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, MutexGuard, PoisonError, Weak};
 
+use vmfork_api::ErrorBody;
 use vmfork_disk::{DiskImage, DiskSet};
 use vmfork_engine::{Engine, EngineOptions, HostImage, StoredRun};
 use vmfork_fork::facts::Facts;
 use vmfork_host::core::Core;
-use vmfork_host::disks::{DiskContent, StoredBases};
+use vmfork_host::disks::{DiskContent, StoredBases, StoredError};
 use vmfork_image::ImageId;
 use vmfork_store::{
     Blobs, Descriptor, Extent, Role, SnapshotId, SourceOptions, Stored, StoredImage, StoredPages,
@@ -70,13 +71,13 @@ impl Snapshots {
         self.disk_gate.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What the disks of its VMs hold, and which snapshots they read from.
+    /// What the disks of its VMs hold.
     fn open_disks(
         &self,
         stored: &Arc<Stored>,
         facts: &Facts,
-    ) -> Result<(Vec<DiskContent>, BTreeSet<SnapshotId>), SnapshotError> {
-        let (mut contents, mut snapshots) = (Vec::new(), BTreeSet::new());
+    ) -> Result<Vec<DiskContent>, SnapshotError> {
+        let mut contents = Vec::new();
         for (_, spec) in facts.spec().disks() {
             let none = || SnapshotError::NoDisk {
                 name: stored.descriptor().name.clone(),
@@ -89,18 +90,33 @@ impl Snapshots {
             if image.size_bytes() != spec.size_bytes || spec.volume.is_some() {
                 return Err(none());
             }
-            snapshots.extend(chain.iter().map(|image| image.stored().descriptor().id));
             let (spec, set) = (spec.clone(), DiskSet::new(None));
             contents.push(DiskContent { spec, image, set, on_clients_file: false, lease: None });
         }
-        Ok((contents, snapshots))
+        Ok(contents)
     }
 
     /// The disk that is the first of a chain.
     fn disk_of(&self, chain: &[StoredImage]) -> Result<DiskImage, SnapshotError> {
         let remotes = self.remotes(chain)?;
         let layers = chain.iter().map(|stored| self.source_of(stored, &remotes)).collect();
-        disks::image_of(chain, layers)
+        let (image, is_read) = disks::image_of(chain, layers)?;
+        self.open_ones().disks.push(is_read);
+        Ok(image)
+    }
+
+    /// The disks that something reads from, and that may need pages of the snapshot `id`.
+    pub(super) fn read_disks(&self, id: SnapshotId) -> BTreeSet<ImageId> {
+        let open = self.open_ones();
+        let disks = open.disks.iter().filter_map(Weak::upgrade);
+        disks.filter(|disk| disk.needs(id)).map(|disk| disk.id()).collect()
+    }
+
+    /// Whether something reads from a disk of one of these snapshots.
+    pub(super) fn disk_is_read(&self, ids: &BTreeSet<SnapshotId>) -> bool {
+        let open = self.open_ones();
+        let mut disks = open.disks.iter().filter_map(Weak::upgrade);
+        disks.any(|disk| ids.iter().any(|id| disk.is_of(*id)))
     }
 
     /// A disk of a stored snapshot, by what layers that lie on it say.
@@ -221,7 +237,31 @@ impl Snapshots {
     }
 }
 
+impl Snapshots {
+    /// The disk of that name of a snapshot.
+    fn disk_by_name(&self, snapshot: &str, disk: &str) -> Result<DiskImage, SnapshotError> {
+        self.check_written(snapshot)?;
+        // It is read from when this ends, so that the snapshot can't go any more.
+        let _none_goes = self.keep_for_disks();
+        let descriptor = self.store.descriptor(snapshot)?;
+        let mut roles = descriptor.images.iter().map(|image| &image.role);
+        let is_it = |role: &&Role| matches!(role, Role::Disk(name) if name.as_str() == disk);
+        let role = roles.find(is_it).ok_or_else(|| SnapshotError::HasNoDisk {
+            name: snapshot.to_owned(),
+            disk: disk.to_owned(),
+        })?;
+        self.disk_of(&self.store.open_chain(snapshot, role)?)
+    }
+}
+
 impl StoredBases for Snapshots {
+    fn disk(&self, snapshot: &str, disk: &str) -> Result<DiskImage, StoredError> {
+        self.disk_by_name(snapshot, disk).map_err(|error| {
+            let ErrorBody { code, cause, remedy, message } = error.to_body(String::new());
+            StoredError { code, cause: cause.unwrap_or(message), remedy }
+        })
+    }
+
     fn image(&self, id: ImageId) -> Option<DiskImage> {
         self.disk_by_id(id).unwrap_or_else(|error| {
             let error = vmfork_host::error::chain(&error);

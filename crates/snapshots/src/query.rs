@@ -1,5 +1,6 @@
 //! What is known of stored snapshots.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use vmfork_api::{
@@ -200,6 +201,18 @@ impl Snapshots {
 
     /// Names of the live VMs that may need its pages.
     fn vms_of(&self, core: &Core, id: SnapshotId) -> Vec<String> {
+        let disks = self.read_disks(id);
+        let with_disks = match disks.is_empty() {
+            true => Ok(BTreeSet::new()),
+            false => core.disks.vms_on(&disks),
+        };
+        let with_disks = with_disks.unwrap_or_else(|error| {
+            tracing::warn!(
+                error = vmfork_host::error::chain(&error),
+                "whose disks need a snapshot"
+            );
+            BTreeSet::new()
+        });
         // Each is asked once, however many VMs share it.
         let needed: Vec<_> =
             self.all_opened().into_iter().filter(|opened| opened.needs(id)).collect();
@@ -209,7 +222,8 @@ impl Snapshots {
                 .is_some_and(|mine| needed.iter().any(|opened| Arc::ptr_eq(opened, &mine)))
         };
         let live = core.registry.live().into_iter();
-        live.filter(|vm| needs(vm)).map(|vm| vm.name().to_owned()).collect()
+        let these = live.filter(|vm| with_disks.contains(vm.name()) || needs(vm));
+        these.map(|vm| vm.name().to_owned()).collect()
     }
 }
 

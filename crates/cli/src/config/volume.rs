@@ -86,7 +86,8 @@ fn create(raw: RawVolumeCreate) -> Result<VolumeRequest, Misuse> {
     Ok(request)
 }
 
-/// `image:IMAGE` or `file:PATH`. A path is of the folder that the command is called in.
+/// `image:IMAGE`, `snapshot:SNAPSHOT/DISK` or `file:PATH`. A path is of the folder that the command
+/// is called in.
 fn source(text: &str) -> Result<VolumeSource, Misuse> {
     match text.split_once(':') {
         Some(("image", image)) => {
@@ -95,7 +96,13 @@ fn source(text: &str) -> Result<VolumeSource, Misuse> {
         Some(("file", path)) if !path.is_empty() => {
             Ok(VolumeSource::File { path: value::absolute(path) })
         }
-        _ => misuse(format!("--from {text}: write it as image:IMAGE or file:PATH")),
+        Some(("snapshot", stored)) if let Some((snapshot, disk)) = stored.split_once('/') => {
+            let snapshot = value::name(snapshot.to_owned(), "snapshot's name")?;
+            Ok(VolumeSource::Snapshot { snapshot, disk: disk.to_owned() })
+        }
+        _ => misuse(format!(
+            "--from {text}: write it as image:IMAGE, snapshot:SNAPSHOT/DISK or file:PATH"
+        )),
     }
 }
 
@@ -129,6 +136,9 @@ mod tests {
         assert_eq!(on_fork, OnFork::ReadOnly);
         let (file, _) = source("create db --from file:/a:b");
         assert_eq!(file, VolumeSource::File { path: "/a:b".to_owned() });
+        let (stored, _) = source("create db --from snapshot:warm/data");
+        let (snapshot, disk) = ("warm".to_owned(), "data".to_owned());
+        assert_eq!(stored, VolumeSource::Snapshot { snapshot, disk });
         let (relative, _) = source("create db --from file:db.raw");
         assert!(matches!(relative, VolumeSource::File { path } if path.starts_with('/')));
     }

@@ -38,7 +38,7 @@ pub use self::blank::BlankError;
 pub use self::health::DiskHealth;
 use self::served::Served;
 pub use self::served::{MachineDisks, NewlyServed, Offer};
-pub use self::stored::{OnBase, StoredBases};
+pub use self::stored::{OnBase, StoredBases, StoredError};
 use self::volumes::Volumes;
 pub use self::volumes::{OfVolume, VolumeError, VolumeLease};
 pub use vmfork_disk::layer::LayerError;
@@ -117,6 +117,11 @@ pub enum DiskError {
     NoRoot { image: String },
     #[error(transparent)]
     Blank(#[from] BlankError),
+    /// A disk of a snapshot.
+    #[error(transparent)]
+    Stored(#[from] StoredError),
+    #[error("this host has no store of snapshots")]
+    NoStore,
     #[error("there is no disk `{id}` on this host")]
     Unknown { id: String },
     #[error("a VM has it, or it is being exported")]
@@ -169,7 +174,9 @@ impl DiskError {
             | Self::Shared => ErrorCode::Conflict,
             Self::Unknown { .. } => ErrorCode::NotFound,
             Self::Volume(error) => error.code(),
+            Self::Stored(error) => error.code,
             Self::Image(_)
+            | Self::NoStore
             | Self::Left(_)
             | Self::File(_)
             | Self::Late { .. }
@@ -183,7 +190,7 @@ impl DiskError {
     }
 
     /// What to do about it.
-    pub fn remedy(&self) -> Option<&'static str> {
+    pub fn remedy(&self) -> Option<&str> {
         match self {
             Self::Image(ImageError::Raw(RawError::File { source, .. }))
             | Self::File(ImageError::Raw(RawError::File { source, .. }))
@@ -221,7 +228,8 @@ impl DiskError {
                 Some("is the disk of the state folder full?")
             }
             Self::Volume(error) => Some(error.remedy()),
-            Self::GivenUp => None,
+            Self::Stored(error) => error.remedy.as_deref(),
+            Self::GivenUp | Self::NoStore => None,
         }
     }
 }
@@ -336,6 +344,7 @@ impl HostDisks {
                 let of = self.volumes.ready(volume).await.map_err(DiskError::Volume)?;
                 return Ok(self.volume_content(name, &of).map_err(DiskError::Volume)?);
             }
+            DiskSource::Snapshot { snapshot, disk } => self.stored.disk(snapshot, disk).await?,
             DiskSource::Empty {} => return Ok(empty_content(name)?),
         };
         base::check_size(&image)?;

@@ -7,16 +7,33 @@ use std::collections::BTreeSet;
 use std::fmt::Debug;
 use std::sync::{Arc, OnceLock};
 
+use vmfork_api::ErrorCode;
 use vmfork_disk::layer::LayerError;
 use vmfork_disk::{BaseKind, DiskImage, StoreError};
 use vmfork_image::ImageId;
 
 use super::{DiskContent, DiskError, DiskSpec, HostDisks};
 
-/// Disks of stored snapshots, found by their IDs.
+/// Disks of stored snapshots. As long as an image of one lives, the snapshot stays.
 pub trait StoredBases: Debug + Send + Sync {
-    /// A stored disk. `None`: the store does not have it, or it can't be opened, which is logged.
+    /// A stored disk, by its ID. `None`: the store does not have it, or it can't be opened, which
+    /// is logged.
     fn image(&self, id: ImageId) -> Option<DiskImage>;
+
+    /// The disk of that name of a snapshot. Blocking: reads tables.
+    ///
+    /// # Errors
+    /// There is no such snapshot, it has no such disk, or it can't be opened.
+    fn disk(&self, snapshot: &str, disk: &str) -> Result<DiskImage, StoredError>;
+}
+
+/// A stored disk that no disk can begin with, in the words of the store.
+#[derive(Debug, thiserror::Error)]
+#[error("{cause}")]
+pub struct StoredError {
+    pub code: ErrorCode,
+    pub cause: String,
+    pub remedy: Option<String>,
 }
 
 /// The store of snapshots, once there is one.
@@ -26,6 +43,14 @@ pub(super) struct Known(OnceLock<Arc<dyn StoredBases>>);
 impl Known {
     pub(super) fn image(&self, id: ImageId) -> Option<DiskImage> {
         self.0.get()?.image(id)
+    }
+
+    /// What a disk begins with.
+    pub(super) async fn disk(&self, snapshot: &str, disk: &str) -> Result<DiskImage, DiskError> {
+        let bases = self.0.get().cloned().ok_or(DiskError::NoStore)?;
+        let (snapshot, disk) = (snapshot.to_owned(), disk.to_owned());
+        let opened = tokio::task::spawn_blocking(move || bases.disk(&snapshot, &disk));
+        Ok(opened.await.map_err(|_panicked| DiskError::GivenUp)??)
     }
 }
 
@@ -60,6 +85,16 @@ impl HostDisks {
         let was_left = |disk: &OnBase| on.contains(&OnBase { in_use: false, ..disk.clone() });
         let again = self.look_for(bases)?.into_iter();
         Ok(again.map(|disk| OnBase { in_use: disk.in_use || !was_left(&disk), ..disk }).collect())
+    }
+
+    /// The VMs whose disks began with one of these, or descend from one that did. Blocking: reads
+    /// all notes.
+    ///
+    /// # Errors
+    /// As [`HostDisks::on_bases`].
+    pub fn vms_on(&self, bases: &BTreeSet<ImageId>) -> Result<BTreeSet<String>, DiskError> {
+        let on = self.look_for(bases)?.into_iter();
+        Ok(on.filter(|disk| disk.in_use).map(|disk| disk.vm).collect())
     }
 
     fn look_for(&self, bases: &BTreeSet<ImageId>) -> Result<BTreeSet<OnBase>, DiskError> {

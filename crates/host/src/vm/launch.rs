@@ -76,7 +76,7 @@ impl LaunchError {
     }
 
     /// What to do about it.
-    pub fn remedy(&self) -> &'static str {
+    pub fn remedy(&self) -> &str {
         match self {
             Self::NoQemu(_) => {
                 "`apt-get install qemu-system-x86`, or name a QEMU of 7.2 or later with `vmforkd --qemu`"

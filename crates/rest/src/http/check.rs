@@ -94,6 +94,7 @@ pub(super) fn run(request: &RunRequest) -> Checked {
         match &disk.source {
             DiskSource::Image { image } => name("image", image)?,
             DiskSource::Volume { volume } => name("volume", volume)?,
+            DiskSource::Snapshot { snapshot, .. } => name("snapshot", snapshot)?,
             DiskSource::Blank { .. } | DiskSource::File { .. } | DiskSource::Empty {} => {}
         }
     }
@@ -102,8 +103,10 @@ pub(super) fn run(request: &RunRequest) -> Checked {
 
 pub(super) fn volume(request: &VolumeRequest) -> Checked {
     name("volume", &request.name)?;
-    if let VolumeSource::Image { image } = &request.source {
-        name("image", image)?;
+    match &request.source {
+        VolumeSource::Image { image } => name("image", image)?,
+        VolumeSource::Snapshot { snapshot, .. } => name("snapshot", snapshot)?,
+        VolumeSource::Blank { .. } | VolumeSource::File { .. } => {}
     }
     request.check().map_err(|error| bad_request(error.to_string()))
 }

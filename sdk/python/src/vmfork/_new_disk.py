@@ -35,6 +35,12 @@ class NewDisk:
         return cls(name, {"type": "file", "path": path})
 
     @classmethod
+    def snapshot(cls, name: str, snapshot: str, disk: str | None = None) -> NewDisk:
+        """A disk of a stored snapshot; default: the one of the same name."""
+        source = {"type": "snapshot", "snapshot": snapshot, "disk": disk or name}
+        return cls(name, source)
+
+    @classmethod
     def volume(cls, name: str, volume: str) -> NewDisk:
         """A volume, which no other VM may have, unless it is read-only. It outlives the VM."""
         return cls(name, {"type": "volume", "volume": volume})

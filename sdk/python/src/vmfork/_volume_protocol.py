@@ -31,11 +31,12 @@ def create(
     size_bytes: int | None,
     image: str | None,
     file: str | None,
+    snapshot: tuple[str, str] | None,
     on_fork: str | None,
     labels: Mapping[str, str] | None,
     timeout: Timeout,
 ) -> Call[VolumeInfo]:
-    sources = [
+    sources: list[dict[str, str | int]] = [
         {"type": kind, key: value}
         for kind, key, value in (
             ("blank", "size_bytes", size_bytes),
@@ -44,8 +45,10 @@ def create(
         )
         if value is not None
     ]
+    if snapshot is not None:
+        sources.append({"type": "snapshot", "snapshot": snapshot[0], "disk": snapshot[1]})
     if len(sources) != 1:
-        raise ValueError(f"volume {name!r}: give one of size_bytes, image and file")
+        raise ValueError(f"volume {name!r}: give one of size_bytes, image, file and snapshot")
     body = _without_none(name=name, source=sources[0], on_fork=on_fork, labels=_labels(labels))
     return Call(
         f"create volume `{name}`",

@@ -43,6 +43,7 @@ class Volumes:
         size_bytes: int | None = None,
         image: str | None = None,
         file: str | None = None,
+        snapshot: tuple[str, str] | None = None,
         on_fork: str | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> VolumeInfo:
@@ -50,13 +51,15 @@ class Volumes:
 
         ``size_bytes``: it holds an empty ext4 file system of that size. ``image``: a copy of the
         root file system of that guest image. ``file``: a copy of that raw file on the daemon's
-        host. ``on_fork``: see :class:`OnFork`; default :attr:`OnFork.FORK`.
+        host. ``snapshot``: a stored snapshot and a disk of it, which is copied. ``on_fork``: see
+        :class:`OnFork`; default :attr:`OnFork.FORK`.
         """
         call = protocol.create(
             name,
             size_bytes=size_bytes,
             image=image,
             file=file,
+            snapshot=snapshot,
             on_fork=on_fork,
             labels=labels,
             timeout=self._client.timeout,
