@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import vmfork
 
+from harness import guests
 from harness.cli import Cli
 from harness.daemon import Daemon
 from harness.waits import eventually
@@ -36,11 +37,18 @@ with open("/run/ended", "w") as file:
 """
 
 
+@pytest.fixture(scope="module")
+def base(daemon: Daemon, image: str) -> Iterator[vmfork.VM]:
+    """A VM with a file system on a disk. Fork it."""
+    with daemon.client() as client:
+        with client.run(image, name="base", disks=[vmfork.NewDisk.blank("data", 64 * MIB)]) as vm:
+            vm.exec(MOUNT, check=True)
+            yield vm
+
+
 @pytest.fixture
-def vm(client: vmfork.Client, image: str) -> Iterator[vmfork.VM]:
-    with client.run(image, name="grower", disks=[vmfork.NewDisk.blank("data", 64 * MIB)]) as vm:
-        vm.exec(MOUNT, check=True)
-        yield vm
+def vm(client: vmfork.Client, base: vmfork.VM) -> vmfork.VM:
+    return client.vm(base.fork(names=["grower"]).raise_for_errors()[0].name)
 
 
 @pytest.mark.limit(400)
@@ -124,8 +132,9 @@ def test_a_volume_grows_with_and_without_a_vm(
         cli = Cli(daemon)
         client.volumes.create("db", size_bytes=64 * MIB)
         cli.text("volume", "resize", "db", "96M")
-        vm = client.run(image, name="one", disks=[vmfork.NewDisk.volume("data", "db")])
-        assert _size(vm) == 96 * MIB
+        vm = guests.warm(client, image, name="one", disks=guests.DISKS)
+        client.volumes.attach("db", vm, disk="data")
+        eventually(lambda: _size(vm) == 96 * MIB, 10, "it sees it")
         vm.exec(f"{MOUNT} && resize2fs /dev/vdb && echo word > /mnt/word && sync", check=True)
         cli.text("volume", "resize", "db", "160M")
         assert client.volumes.get("db").size_bytes == 160 * MIB
@@ -139,9 +148,8 @@ def test_a_volume_grows_with_and_without_a_vm(
         daemon.start()
         assert client.volumes.get("db").size_bytes == 160 * MIB
         client.volumes.resize("db", 200 * MIB)
-        disks = [vmfork.NewDisk.empty("data")]
-        with client.run(image, name="two", disks=disks) as vm:
-            client.volumes.attach("db", vm)
+        with guests.warm(client, image, name="two", disks=guests.DISKS) as vm:
+            client.volumes.attach("db", vm, disk="data")
             eventually(lambda: _size(vm) == 200 * MIB, 10, "it sees it")
             vm.exec(MOUNT, check=True)
             assert _cold(vm, "sha256sum < /mnt/large") == wanted

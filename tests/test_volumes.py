@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import vmfork
 
-from harness import metrics
+from harness import guests, metrics
 from harness.cli import Cli
 from harness.daemon import Daemon
 from harness.waits import eventually
@@ -50,7 +50,7 @@ def volume(client: vmfork.Client) -> Iterator[str]:
 def test_a_volume_goes_from_one_vm_to_the_next(
     client: vmfork.Client, image: str, volume: str, cli: Cli
 ) -> None:
-    with _vm(client, image, "first", volume) as vm:
+    with _run(client, image, "first", volume) as vm:
         (disk,) = vm.inspect().disks
         assert (disk.name, disk.volume, disk.read_only) == ("data", volume, False)
         assert client.volumes.get(volume).vms == ("first",)
@@ -103,7 +103,7 @@ def test_clones_have_disks_of_their_own_and_the_parent_keeps_the_volume(
         assert client.volumes.get(volume).vms == ("parent",)
         vm.exec("echo parent > /mnt/word && sync", check=True)
         for clone in clones:
-            (disk,) = clone.inspect().disks
+            disk = clone.inspect().disks[0]
             assert (disk.name, disk.volume) == ("data", None)
             assert _cold(clone, "cat /mnt/word") == "before"
             clone.exec("echo clone > /mnt/word && sync", check=True)
@@ -135,7 +135,7 @@ def test_a_read_only_volume_is_shared_by_many_vms_and_their_clones(
     with _vm(client, image, "maker", volume) as vm:
         vm.exec(f"{MOUNT} && echo data > /mnt/word && umount /mnt", check=True)
     client.volumes.set_on_fork(volume, vmfork.OnFork.READ_ONLY)
-    with _vm(client, image, "one", volume) as one, _vm(client, image, "two", volume) as two:
+    with _run(client, image, "one", volume) as one, _run(client, image, "two", volume) as two:
         for vm in (one, two):
             vm.exec("mkdir -p /mnt && mount -o ro /dev/vdb /mnt", check=True)
             assert vm.exec("blockdev --getro /dev/vdb", check=True).stdout_text.strip() == "1"
@@ -213,13 +213,12 @@ def test_what_was_durable_is_there_after_the_daemon_was_killed(
 def test_a_running_vm_gets_a_volume_and_gives_it_back(
     client: vmfork.Client, image: str, volume: str, cli: Cli
 ) -> None:
-    disks = [vmfork.NewDisk.empty("one"), vmfork.NewDisk.empty("two")]
-    with client.run(image, name="holder", disks=disks) as vm:
+    with guests.warm(client, image, name="holder", disks=guests.DISKS) as vm:
         assert [disk.empty for disk in vm.inspect().disks] == [True, True]
         assert _size(vm, "vdb") == 512
         client.volumes.create("other", size_bytes=64 * MIB)
         assert cli.text("volume", "attach", "holder", volume).strip() == "/dev/vdb"
-        disk = client.volumes.attach("other", vm, disk="two")
+        disk = client.volumes.attach("other", vm, disk="more")
         assert (disk.device, disk.volume, disk.size_bytes) == ("/dev/vdc", "other", 64 * MIB)
         eventually(lambda: (_size(vm, "vdb"), _size(vm, "vdc")) == (256 * MIB, 64 * MIB), 10, "it sees both")
         vm.exec(f"{MOUNT} && echo first > /mnt/word && sync", check=True)
@@ -262,7 +261,7 @@ def test_a_running_vm_gets_a_volume_and_gives_it_back(
 def test_clones_can_attach_to_empty_disks_and_others_can_not(
     client: vmfork.Client, image: str, volume: str
 ) -> None:
-    with client.run(image, name="stem", disks=[vmfork.NewDisk.empty("data")]) as vm:
+    with guests.warm(client, image, name="stem", disks=guests.DISKS) as vm:
         (clone,) = vm.fork(1).raise_for_errors()
         for round_ in range(2):
             client.volumes.attach(volume, clone)
@@ -285,7 +284,7 @@ def test_clones_can_attach_to_empty_disks_and_others_can_not(
             client.volumes.attach(volume, vm)
         client.volumes.set_on_fork(volume, vmfork.OnFork.REFUSE)
         with pytest.raises(vmfork.Conflict, match="no empty disk"):
-            client.volumes.attach(volume, deep)
+            client.volumes.attach(volume, deep, disk="data")
         client.volumes.attach(volume, vm)
         with pytest.raises(vmfork.Conflict, match="which no fork may have"):
             vm.fork(1)
@@ -373,8 +372,18 @@ def test_what_can_not_be_is_refused_with_what_to_do(
     assert client.volumes.get(volume).vms == ()
 
 
-def _vm(client: vmfork.Client, image: str, name: str, volume: str) -> vmfork.VM:
+def _run(client: vmfork.Client, image: str, name: str, volume: str) -> vmfork.VM:
+    """A VM that boots with the volume."""
     return client.run(image, name=name, disks=[vmfork.NewDisk.volume("data", volume)])
+
+
+def _vm(client: vmfork.Client, image: str, name: str, volume: str) -> vmfork.VM:
+    """A VM that has booted and gets the volume."""
+    vm = guests.warm(client, image, name=name, disks=guests.DISKS)
+    client.volumes.attach(volume, vm, disk="data")
+    size = client.volumes.get(volume).size_bytes
+    eventually(lambda: _size(vm, "vdb") == size, 10, "it sees it")
+    return vm
 
 
 def _cold(vm: vmfork.VM, command: str) -> str:

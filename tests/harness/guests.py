@@ -34,6 +34,9 @@ from . import images, places
 from .daemon import Client, Daemon
 from .waits import eventually
 
+#: The empty disks of VMs that tests attach volumes to. A name of their own is a shape of its own.
+DISKS = ("data", "more")
+
 #: Hashes that are kept. More than one, for runs with other programs (`VMFORK_OUT`) in between.
 KEPT = 3
 
@@ -45,11 +48,13 @@ class Shape:
     image: str
     memory_mib: int
     cpus: int
+    #: Names of empty disks. Volumes can be attached in their place.
+    disks: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         """Its snapshot's name."""
-        return f"ready-{self.image}-{self.memory_mib}m-{self.cpus}c"
+        return "-".join(["ready", self.image, f"{self.memory_mib}m", f"{self.cpus}c", *self.disks])
 
 
 def folder() -> Path:
@@ -67,15 +72,17 @@ def warm(
     name: str | None = None,
     memory_mib: int = 512,
     cpus: int = 1,
+    disks: tuple[str, ...] = (),
     whole: bool = False,
 ) -> vmfork.VM:
-    """A VM of this shape that has booted, on the client's daemon.
+    """A VM of this shape that has booted, on the client's daemon. `disks` are the names of its
+    empty disks.
 
     With `whole`, all of its memory is read before this returns, and its snapshot is removed. In the
     daemon's store its chunks stay as long as the VM lives. They are no files of the cache.
     """
     assert isinstance(client, Client), "only the clients of `Daemon` know a state folder"
-    shape = Shape(image, memory_mib, cpus)
+    shape = Shape(image, memory_mib, cpus, disks)
     store = client.state / "snapshots"
     link_into(store, stored(shape), links=not whole)
     names = [name] if name else None
@@ -113,7 +120,8 @@ def _boot(shape: Shape, target: Path) -> None:
         daemon.add_image(shape.image)
         daemon.start()
         with daemon.client() as client:
-            client.run(shape.image, name="ready", memory_mib=shape.memory_mib, cpus=shape.cpus)
+            disks = [vmfork.NewDisk.empty(name) for name in shape.disks]
+            client.run(shape.image, name="ready", memory_mib=shape.memory_mib, cpus=shape.cpus, disks=disks)
             client.snapshots.create("ready", shape.name, wait=True, record_s=0)
         assert daemon.stop() == 0
         shutil.copytree(daemon.state / "snapshots", part)
