@@ -56,6 +56,16 @@ step() {
 	if [ -d "$TIMES" ]; then printf '%5s s  %s\n' "$step_took" "$step_name" >>"$TIMES/steps"; fi
 }
 
+# test_inputs [PATHSPEC…]: hashes of what tests may read besides the programs that they run. These
+# are files of the checkout, but for what a pathspec excludes, and the host's kernel, packages and
+# number of cores.
+test_inputs() {
+	git ls-files -coz --exclude-standard -- . ':!*.rs' "$@" | xargs -0 sha256sum
+	uname -r
+	nproc
+	cat /var/lib/dpkg/status
+}
+
 # Lints and builds in one pass: mk/lint-rustc.sh stands in for rustc. All tests go through here:
 # with other flags or other packages cargo would build most of the workspace again.
 tests_cargo() {

@@ -5,13 +5,10 @@
 # Cargo calls it for tests whose result follows from that alone. A test with VMs runs each time.
 . "$(dirname "$0")/env.sh"
 
-# Tests read files of the checkout; the image's build takes Debian's packages and programs.
 key=$({
 	printf '%s\0' "$@"
 	cat "$1"
-	git ls-files -coz --exclude-standard -- . ':!*.rs' | xargs -0 sha256sum
-	uname -r
-	cat /var/lib/dpkg/status
+	test_inputs
 } 2>&1 | sha256sum | cut -d ' ' -f 1)
 passed=$TARGET/test-passed/$key
 if [ -e "$passed" ]; then

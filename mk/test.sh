@@ -1,6 +1,8 @@
 #!/bin/sh
 # All tests: the quick part, then the built programs from outside; beside them what takes a kernel
 # or a guest (mk/beside.sh). Arguments go to pytest. mk/soak.sh has the long tests.
+#
+#   VMFORK_TEST_ALL=1        run also black-box tests that have passed with the same inputs
 . "$(dirname "$0")/env.sh"
 
 VMFORK_TEST_CACHE=$VMFORK_CACHE
@@ -27,7 +29,18 @@ end_beside() {
 	wait "$beside" || true
 }
 
-black_box() { "$PYTHON" -m pytest -p no:cacheprovider -n 2 --dist loadgroup --durations=40 tests "$@"; }
+# Without arguments, what has passed with the same programs, files and host is not run again.
+skip_unchanged() {
+	[ "$#" = 0 ] && [ -z "${VMFORK_TEST_ALL:-}" ] || return 0
+	VMFORK_TEST_PASSED=$TARGET/test-passed/black-box
+	VMFORK_TEST_INPUTS=$({
+		(cd "$TEST_OUT" && find . ! -type d -print0 | sort -z | xargs -0 sha256sum)
+		test_inputs ':!tests/test_*.py'
+	} 2>&1 | sha256sum | cut -d ' ' -f 1)
+	export VMFORK_TEST_PASSED VMFORK_TEST_INPUTS
+}
+
+black_box() { "$PYTHON" -m pytest -p no:cacheprovider -n 3 --dist loadgroup --durations=40 tests "$@"; }
 
 began=$(date +%s)
 rm -rf "$TIMES"
@@ -47,6 +60,7 @@ mk/check.sh
 step "guest library" guest_library
 # Tests that compare what image builds leave behind must not see this one.
 flock "$CACHE/test-images/lock" true
+skip_unchanged "$@"
 step "black box tests" black_box "$@"
 step "what is left of the integration tests" join_beside
 trap - EXIT

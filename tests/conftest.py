@@ -6,13 +6,14 @@ that nothing of it is left: no process, mount, socket, cgroup or file in /dev/sh
 time limit (`@pytest.mark.limit(seconds)`). What cannot run here is skipped with the missing thing
 named, and counted at the end; VMFORK_TEST_STRICT=1 makes failures of skips.
 
-Tests run in several processes at a time: `pytest -n 2 --dist loadgroup`. Those that share a fixture
+Tests run in several processes at a time: `pytest -n 3 --dist loadgroup`. Those that share a fixture
 of their module are one group and stay in one process; each other test is its own.
 `@pytest.mark.alone` keeps other tests from running meanwhile, for tests that measure the whole
 host. `LONGEST` names the modules that start first.
 
 `-m soak` runs the long cases; VMFORK_SOAK=N repeats them N times as often. VMFORK_TEST_TIMES names
-a file that gets the time of each test.
+a file that gets the time of each test. `make test` leaves out what has passed with the same inputs
+(harness/unchanged.py); VMFORK_TEST_ALL=1 runs it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "sdk" / "python" / "src")]
 import vmfork  # noqa: E402
 
 from harness import daemon as daemons  # noqa: E402
-from harness import guests, images, places, processes  # noqa: E402
+from harness import guests, images, places, processes, unchanged  # noqa: E402
 from harness.cli import Cli  # noqa: E402
 from harness.cluster import Cluster, cluster_of  # noqa: E402
 from harness.daemon import Daemon  # noqa: E402
@@ -45,6 +46,8 @@ from harness.waits import LimitExceeded, limit  # noqa: E402
 # A shell starts what runs in the background with SIGINT ignored, and programs inherit that. Tests
 # type Ctrl-C at what they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+_LEFT_OUT = pytest.StashKey[int]()
 
 LIMIT_DEFAULT_S = 180.0
 LIMIT_SETUP_S = 1500.0  # the image may have to be built
@@ -55,6 +58,7 @@ LIMIT_TEARDOWN_S = 120.0
 LONGEST = (
     "test_readme",
     "three_hosts",
+    "test_disks",
     "test_snapshots",
     "test_fork",
     "test_faults",
@@ -64,6 +68,10 @@ LONGEST = (
     "test_freepages",
     "test_forkapi",
     "test_ctrl_c",
+    "test_volumes",
+    "test_disk_snapshots",
+    "test_disk_resize",
+    "test_root_disk",
     "test_cluster_faults",
     "test_cluster_quotas",
     "test_cluster_images",
@@ -78,6 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "alone: no test of another process runs meanwhile")
     if not config.pluginmanager.hasplugin("xdist"):
         config.addinivalue_line("markers", "xdist_group(name): tests of one group run in one process")
+    config.stash[_LEFT_OUT] = unchanged.count(HERE)
     processes.become_subreaper()
 
 
@@ -93,11 +102,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A group for each module, the longest first, and last those that wait for the host.
 
     The same in all processes.
     """
+    _leave_out(config, items)
     for item in items:
         if item.get_closest_marker("xdist_group"):
             continue
@@ -116,8 +126,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=rank)
 
 
+def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What has passed with the same inputs."""
+    passed = unchanged.passed(item.path for item in items)
+    tests = collections.Counter((item.path, _name(item.nodeid)) for item in items)
+    left_out = [
+        item
+        for item in items
+        if _name(item.nodeid) in passed.get(item.path, ()) and tests[item.path, _name(item.nodeid)] == 1
+    ]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
 def _module(item: pytest.Item) -> str:
     return item.path.stem
+
+
+def _name(nodeid: str) -> str:
+    """A test's, within its module. xdist adds `@` and the group."""
+    return nodeid.partition("::")[2].partition("@")[0]
 
 
 def _shares_with_its_module(item: pytest.Item) -> bool:
@@ -196,19 +225,40 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 _times: dict[str, dict[str, float]] = {}
 
 
+#: Outcomes by test, of its phases; in the same process.
+_outcomes: dict[str, set[str]] = {}
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     _times.setdefault(report.nodeid, {})[report.when or ""] = round(report.duration, 3)
+    _outcomes.setdefault(report.nodeid, set()).add(f"{report.when} {report.outcome}")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):
+        return
     path = os.environ.get("VMFORK_TEST_TIMES")
-    if path and not hasattr(session.config, "workerinput"):
+    if path:
         part = Path(f"{path}.new")
         part.write_text(json.dumps(_times, indent=1) + "\n")
         part.replace(path)
+    passed: dict[str, set[str]] = {}
+    for nodeid, outcomes in _outcomes.items():
+        if outcomes == {"setup passed", "call passed", "teardown passed"}:
+            passed.setdefault(nodeid.partition("::")[0], set()).add(_name(nodeid))
+    for module, names in passed.items():
+        unchanged.keep(session.config.rootpath / module, names)
+    if session.config.stash[_LEFT_OUT] and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        session.exitstatus = pytest.ExitCode.OK
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    if left_out := config.stash[_LEFT_OUT]:
+        terminalreporter.section("not run again", yellow=True)
+        why = "they have passed with the same programs, files and host"
+        terminalreporter.write_line(f"{left_out} tests: {why}; VMFORK_TEST_ALL=1 runs them")
     # The reports are counted, and not the places that missed something. Tests that share a fixture
     # are skipped one by one, and some of them in other processes.
     reasons = (report.longrepr for report in terminalreporter.stats.get("skipped", ()))
