@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import vmfork
 
+from harness import ext4
 from harness.cli import Cli
 from harness.daemon import Daemon
 from harness.waits import eventually, stays
@@ -109,7 +110,7 @@ def test_vms_of_a_snapshot_have_the_disks_of_its_instant(own: Daemon, image: str
         # What an earlier daemon left lies on the snapshot.
         file = tmp_path / "disk.img"
         cli("disk", "export", "warm.2/data", str(file))
-        assert _file(file, "/file7").strip() == "warm.2"
+        assert ext4.text_of(file, "/file7").strip() == "warm.2"
         with pytest.raises(vmfork.Conflict, match="needed by the disk"):
             client.snapshots.remove("warm", cascade=True)
         for name in ("warm", "second"):
@@ -268,13 +269,3 @@ def _check(vm: vmfork.VM) -> None:
 def _cold(vm: vmfork.VM, command: str) -> str:
     """What a command prints that reads from the disk, and not from the guest's page cache."""
     return vm.exec(f"sync; echo 3 > /proc/sys/vm/drop_caches; {command}", check=True, timeout_s=90).stdout_text.strip()
-
-
-def _file(disk: Path, path: str) -> str:
-    """A file of an exported file system, which is whole once its journal is replayed."""
-    replayed = subprocess.run(["e2fsck", "-p", disk], capture_output=True, timeout=60, check=False)
-    assert replayed.returncode in (0, 1), replayed.stdout
-    subprocess.run(["e2fsck", "-fn", disk], capture_output=True, timeout=60, check=True)
-    return subprocess.run(
-        ["debugfs", "-R", f"cat {path}", disk], capture_output=True, timeout=60, check=True, text=True
-    ).stdout

@@ -30,7 +30,7 @@ def test_a_root_on_a_disk_is_written_itself_and_is_forked(
     image_bytes = _root_bytes(daemon, image)
     size_bytes = (image_bytes + 512 * MIB) // 4096 * 4096
     root = ("--root", "disk", "--root-size", str(size_bytes))
-    cli.text("run", image, "--name", "whole", "--memory", "256M", *root, "--disk", "data=blank:64M")
+    cli.text("run", image, "--name", "whole", "--memory", "128M", *root, "--disk", "data=blank:64M")
     vm = client.vm("whole")
     with vm:
         whole, data = vm.inspect().disks
@@ -41,9 +41,9 @@ def test_a_root_on_a_disk_is_written_itself_and_is_forked(
         assert "overlay" not in vm.exec("cat /proc/mounts", check=True).stdout_text
         vm.exec("resize2fs /dev/vda", check=True, timeout_s=120)
         # More than memory fits.
-        vm.exec("head -c 300M /dev/urandom > /srv/large && sync", check=True, timeout_s=200)
+        vm.exec("head -c 160M /dev/urandom > /srv/large && sync", check=True, timeout_s=200)
         wanted = vm.exec("sha256sum < /srv/large", check=True, timeout_s=60).stdout_text.strip()
-        assert vm.inspect().disks[0].written_bytes >= 300 * MIB
+        assert vm.inspect().disks[0].written_bytes >= 160 * MIB
         with vm.fork(2) as clones:
             vm.exec("rm /srv/large && echo mine > /srv/small && sync", check=True)
             for clone in clones:
@@ -95,6 +95,12 @@ def test_an_imported_image_has_its_root_on_a_disk(
             vm.exec("echo word > /srv/word && sync", check=True)
             with vm.fork(1) as (clone,):
                 assert _cold(clone, "cat /srv/word") == "word"
+            client.snapshots.create(vm, "stored", disk_only=True, wait=True)
+        # It boots from its own root, with the kernel of the image.
+        (again,) = client.snapshots.start("stored", names=["again"]).raise_for_errors()
+        with again:
+            assert again.exec(ROOT, check=True).stdout_text.split()[0] == "/dev/vda"
+            assert _cold(again, "cat /srv/word") == "word"
     daemon.stop()
 
 

@@ -23,6 +23,10 @@ pub struct SnapshotRequest {
     /// Store all that is not zero, even if the VM was started from a stored snapshot.
     #[serde(default)]
     pub full: bool,
+    /// Store the disks alone. VMs that are started from it boot. The guest writes back what it has
+    /// of its disks in memory first, unless it is paused.
+    #[serde(default)]
+    pub disk_only: bool,
     /// Store zero pages of the memory like any others. Of use only to measure what leaving them out
     /// is worth.
     #[serde(default)]
@@ -148,6 +152,9 @@ pub struct Snapshot {
     /// The guest image that its VM booted from.
     pub image: String,
     pub memory_mib: u64,
+    /// Whether it has no memory, so that its VMs boot.
+    #[serde(default)]
+    pub disk_only: bool,
     /// Size of its disks together, in bytes.
     #[serde(default)]
     pub disk_bytes: u64,

@@ -164,7 +164,7 @@ pub(crate) struct RawRun {
     /// Accelerator [default: KVM if it can run stock kernels, else TCG]
     #[arg(long, help_heading = OF_IMAGES)]
     pub(crate) accel: Option<RawAccel>,
-    /// Disk: NAME=blank:SIZE (an empty ext4), NAME=image:IMAGE, NAME=file:PATH,
+    /// Disk: NAME=blank:SIZE (an empty ext4), NAME=image:IMAGE, NAME=file:PATH, NAME=qcow2:PATH,
     /// NAME=snapshot:SNAPSHOT/DISK, NAME=volume:VOLUME or NAME=empty; repeat it for up to 7, or 6
     /// with `--root overlay`
     #[arg(long = "disk", value_name = "NAME=SOURCE", action = ArgAction::Append, help_heading = OF_IMAGES)]
@@ -557,6 +557,9 @@ pub(crate) struct RawImageImport {
     /// Root file system, raw; read-only in all VMs
     #[arg(long, value_name = "FILE")]
     pub(crate) root: Option<PathBuf>,
+    /// Format of --root and --boot-disk; a qcow2 file is converted
+    #[arg(long, default_value = "raw")]
+    pub(crate) format: RawFormat,
     /// Kernel command line [default: serial console, root on the first disk]
     #[arg(long)]
     pub(crate) cmdline: Option<String>,
@@ -569,6 +572,12 @@ pub(crate) struct RawImageImport {
     /// Replace an image of the same name
     #[arg(long)]
     pub(crate) replace: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum RawFormat {
+    Raw,
+    Qcow2,
 }
 
 #[derive(Debug, Subcommand)]
@@ -650,6 +659,9 @@ pub(crate) struct RawSnapshotCreate {
     /// Store all pages, even if the VM was started from a snapshot
     #[arg(long)]
     pub(crate) full: bool,
+    /// Store the disks without the memory; VMs that start from the snapshot boot
+    #[arg(long, conflicts_with_all = ["keep_zero_pages", "record"])]
+    pub(crate) disk_only: bool,
     /// Store zero pages too, to measure what leaving them out saves
     #[arg(long)]
     pub(crate) keep_zero_pages: bool,
@@ -721,8 +733,8 @@ pub(crate) struct RawVolumeCreate {
     /// Size of an empty ext4 file system: 512M, 10G, 1T
     #[arg(long, value_name = "SIZE", conflicts_with = "from", required_unless_present = "from")]
     pub(crate) size: Option<String>,
-    /// Copy of image:IMAGE (the root file system of a guest image), snapshot:SNAPSHOT/DISK or
-    /// file:PATH (a raw file)
+    /// Copy of image:IMAGE (the root file system of a guest image), snapshot:SNAPSHOT/DISK,
+    /// file:PATH (a raw file) or qcow2:PATH
     #[arg(long, value_name = "SOURCE")]
     pub(crate) from: Option<String>,
     /// What a fork does with the volume

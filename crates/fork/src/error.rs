@@ -12,6 +12,7 @@ use vmfork_engine::EngineError;
 use vmfork_guest_link::agent::LinkError;
 use vmfork_host::disks::{DiskError, LayerError};
 use vmfork_host::error::{DOCTOR, Error as HostError, ImageError, Refusal, VmError, chain};
+use vmfork_host::vm::NotRun;
 use vmfork_host::vm::launch::LaunchError;
 use vmfork_host::vm::machine::BindError;
 use vmfork_memory::FreezeError;
@@ -66,6 +67,9 @@ pub enum Error {
     /// This version of vmfork keeps disks on their host.
     #[error("it has disks, which this version of vmfork can't send to other hosts")]
     HasDisks,
+    /// A snapshot of disks alone has nothing to hold.
+    #[error("it has no disks")]
+    NoDisks,
     /// The volume's own setting.
     #[error("its disk `{disk}` is the volume `{volume}`, which no fork may have")]
     Unforkable { disk: String, volume: String },
@@ -128,6 +132,15 @@ pub enum NotFrozen {
     Layer(#[from] LayerError),
     #[error("the guest's agent spoke before the VM stood still: its guest is very slow")]
     Unquiet,
+    #[error("its guest does not write back what it has of its disks in memory")]
+    WriteBack {
+        vm: String,
+        #[source]
+        source: Box<NotRun>,
+    },
+    /// The guest's `sync` failed.
+    #[error("`sync` ended with {exit_code} in its guest")]
+    NotWrittenBack { vm: String, exit_code: i32 },
 }
 
 impl NotFrozen {
@@ -255,7 +268,13 @@ impl Error {
                 )),
             ),
             Self::Qmp(_) => (ErrorCode::Qemu, Some(DOCTOR.to_owned())),
-            Self::Freeze(error) => (error.code(), Some(DOCTOR.to_owned())),
+            Self::NoDisks => (
+                ErrorCode::Conflict,
+                Some(
+                    "leave out `--disk-only`; or run it with `--root disk` or `--disk`".to_owned(),
+                ),
+            ),
+            Self::Freeze(error) => (error.code(), Some(error.remedy())),
             Self::Unlike(error) => (ErrorCode::Conflict, error.remedy()),
             Self::NoQemu(_) => {
                 (ErrorCode::Host, Some("`apt-get install qemu-system-x86`".to_owned()))
@@ -272,6 +291,16 @@ impl NotFrozen {
         match self {
             Self::Engine(_) | Self::Disks(_) | Self::Layer(_) => ErrorCode::Host,
             Self::Qmp(_) | Self::Memory(_) | Self::State(_) | Self::Unquiet => ErrorCode::Qemu,
+            Self::WriteBack { .. } | Self::NotWrittenBack { .. } => ErrorCode::Guest,
+        }
+    }
+
+    fn remedy(&self) -> String {
+        match self {
+            Self::WriteBack { vm, .. } | Self::NotWrittenBack { vm, .. } => format!(
+                "`vmfork pause {vm}` first: then the disks are stored as a power cut would leave them"
+            ),
+            _ => DOCTOR.to_owned(),
         }
     }
 }

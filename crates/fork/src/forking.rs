@@ -17,7 +17,7 @@ use vmfork_api::{
     CloneResult, ErrorBody, ForkReply, ForkRequest, ForkStages, Labels, Place, VmState,
 };
 use vmfork_host::admission::{ForkGrant, Loan};
-use vmfork_host::core::{Core, Reservation, start_machines};
+use vmfork_host::core::{Reservation, start_machines};
 use vmfork_host::disks::MachineDisks;
 use vmfork_host::error::outcome;
 use vmfork_host::lifetime::{HeldLine, Lifetime};
@@ -136,7 +136,10 @@ pub async fn run(
 }
 
 /// Wait until no other freeze of the VM is in progress, for as long as this one is wanted.
-async fn turn<'a>(parent: &'a Vm, wanted: freeze::Wanted<'_>) -> Result<MutexGuard<'a, ()>, Error> {
+pub(crate) async fn turn<'a>(
+    parent: &'a Vm,
+    wanted: freeze::Wanted<'_>,
+) -> Result<MutexGuard<'a, ()>, Error> {
     let freeze::Wanted { deadline, given_up, .. } = wanted;
     let turn = tokio::select! {
         biased;
@@ -172,7 +175,7 @@ async fn awake_turn<'a>(
 ///
 /// # Errors
 /// One of them does not.
-fn check_volumes(machine: &Machine) -> Result<(), Error> {
+pub(crate) fn check_volumes(machine: &Machine) -> Result<(), Error> {
     match machine.disks().and_then(MachineDisks::unforkable) {
         Some((disk, volume)) => Err(Error::Unforkable { disk, volume }),
         None => Ok(()),
@@ -266,7 +269,7 @@ async fn carry_out(
 }
 
 /// The QEMU of a VM that can be frozen.
-fn running(parent: &Vm) -> Result<Arc<Machine>, Error> {
+pub(crate) fn running(parent: &Vm) -> Result<Arc<Machine>, Error> {
     let machine = parent.running_machine()?;
     match parent.state() {
         VmState::Running | VmState::Paused => Ok(machine),
@@ -488,55 +491,6 @@ impl Fork {
         forker.core.tell_forked(parent, &reply);
         reply
     }
-}
-
-/// A freeze from which nothing is started.
-#[derive(Debug)]
-pub struct Frozen {
-    pub snapshot: Snapshot,
-    pub pause: Duration,
-}
-
-/// Freezes a VM for a snapshot that is kept. A freeze that has begun ends in order, also when the
-/// client disconnects.
-///
-/// # Errors
-/// The VM goes on as before, unless its RAM was lost half-way, which ends it.
-pub async fn freeze_only(
-    core: &Arc<Core>,
-    parent: &Arc<Vm>,
-    timeout: Duration,
-) -> Result<Frozen, ErrorBody> {
-    let (core, parent) = (Arc::clone(core), Arc::clone(parent));
-    let message = format!("take a snapshot of `{}`", parent.name());
-    let failed = message.clone();
-    let task = tokio::spawn(async move {
-        let frozen = freeze_within(&core, &parent, timeout, &message).await;
-        frozen.map_err(|error| error.to_body(message))
-    });
-    outcome(task, failed).await
-}
-
-async fn freeze_within(
-    core: &Arc<Core>,
-    parent: &Arc<Vm>,
-    timeout: Duration,
-    message: &str,
-) -> Result<Frozen, Error> {
-    let (began, given_up) = (Instant::now(), CancellationToken::new());
-    let deadline = began + timeout;
-    let _under_way = core.registry.fork_begins(parent.identity.line(), given_up.clone());
-    let wanted = freeze::Wanted { message, began, deadline, given_up: &given_up };
-    let _one_at_a_time = turn(parent, wanted).await?;
-    let machine = running(parent)?;
-    check_volumes(&machine)?;
-    let identity = &parent.identity;
-    let lease = core.admission.snapshot(&identity.family, identity.spec().memory_bytes)?;
-    let _no_refill = core.hold_pool();
-    let (mut snapshot, _, pause) = freeze::freeze(core, parent, &machine, wanted).await?;
-    snapshot.lease = Some(lease);
-    core.metrics.observe_stage(Stage::Pause, pause);
-    Ok(Frozen { snapshot, pause })
 }
 
 /// How long finding what the parent had written took, if that is done.

@@ -18,12 +18,15 @@ use vmfork_host::disks::{DiskContent, MachineDisks};
 use vmfork_host::metrics::{EndReason, Stage, ms};
 use vmfork_host::vm::machine::Machine;
 use vmfork_host::vm::{DeviceState, End, Standstill, Vm};
+use vmfork_qemu::QmpError;
 
 /// How long the agent may take to fall silent. A guest that swaps or is starved of CPU takes its
 /// time.
 const QUIESCE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long disks may take to have on the medium what they promise, before the pause.
 const SYNC_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long a guest may take to write back what it has of its disks in memory.
+const WRITE_BACK_TIMEOUT: Duration = Duration::from_secs(40);
 /// How long the scan of an earlier freeze may still take.
 const SEAL_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -86,10 +89,7 @@ pub(super) async fn freeze(
     let fatal = outcome.as_ref().is_err_and(NotFrozen::is_fatal);
     if !fatal && !quiet.is_paused() {
         let cont = Instant::now();
-        if let Err(error) = machine.qmp.cont().await {
-            core.end(parent, End::failed(EndReason::QemuDied, format!("could not go on: {error}")));
-            return Err(error.into());
-        }
+        go_on(core, parent, machine).await?;
         stages.cont_ms = step(core, Stage::Cont, cont);
     }
     let pause = pause.elapsed();
@@ -123,6 +123,68 @@ pub(super) async fn freeze(
         is_watched: false,
     };
     Ok((snapshot, stages, pause))
+}
+
+/// After a pause.
+///
+/// # Errors
+/// It can't, and is ended.
+async fn go_on(core: &Arc<Core>, parent: &Arc<Vm>, machine: &Machine) -> Result<(), QmpError> {
+    let outcome = machine.qmp.cont().await;
+    outcome.inspect_err(|error| {
+        core.end(parent, End::failed(EndReason::QemuDied, format!("could not go on: {error}")));
+    })
+}
+
+/// Freeze the parent's disks alone, at one instant. → what they hold, and the pause.
+///
+/// # Errors
+/// The parent goes on as before, unless QEMU does not let it, which ends it.
+pub(super) async fn freeze_disks(
+    core: &Arc<Core>,
+    parent: &Arc<Vm>,
+    machine: &Arc<Machine>,
+    wanted: Wanted<'_>,
+) -> Result<(Vec<DiskContent>, Duration), Error> {
+    let is_paused = parent.pause.is_paused();
+    if parent.identity.has_agent && !is_paused {
+        write_back(parent, wanted).await?;
+    }
+    sync_disks(machine, wanted).await?;
+    if wanted.given_up.is_cancelled() {
+        return Err(Error::GivenUp);
+    }
+    parent.set_frozen(true);
+    let pause = Instant::now();
+    let frozen = stop_and_freeze_disks(machine).await;
+    let outcome = match is_paused {
+        true => Ok(()),
+        false => go_on(core, parent, machine).await,
+    };
+    let pause = pause.elapsed();
+    parent.set_frozen(false);
+    outcome?;
+    Ok((frozen?, pause))
+}
+
+async fn stop_and_freeze_disks(machine: &Machine) -> Result<Vec<DiskContent>, NotFrozen> {
+    machine.qmp.stop().await?;
+    let disks = machine.disks();
+    Ok(tokio::task::block_in_place(|| disks.map_or(Ok(Vec::new()), MachineDisks::freeze))?)
+}
+
+/// The guest writes to its disks what it has of them in its memory.
+///
+/// # Errors
+/// It does not.
+async fn write_back(parent: &Vm, wanted: Wanted<'_>) -> Result<(), NotFrozen> {
+    let outcome = parent.exit_code(&["sync"], wanted.at_most(WRITE_BACK_TIMEOUT)).await;
+    let name = || parent.name().to_owned();
+    let failed = |error| NotFrozen::WriteBack { vm: name(), source: Box::new(error) };
+    match outcome.map_err(failed)? {
+        0 => Ok(()),
+        exit_code => Err(NotFrozen::NotWrittenBack { vm: name(), exit_code }),
+    }
 }
 
 /// The flush that comes with `stop` finds little to do.

@@ -10,6 +10,7 @@
 //! |---|---|
 //! | [`tickets`] | the fork API of programs in guests: one task per VM |
 //! | `forking` | one fork, carried out |
+//! | `storing` | a freeze for a stored snapshot |
 //! | `brood`, `starting`, `clone`, `channels` | VMs that continue one snapshot, started side by side |
 //! | `freeze`, `state`, `snapshot` | the parent's part, and what it yields |
 //! | `pause` | a VM stands still on request, and continues |
@@ -40,6 +41,7 @@ mod remote;
 mod snapshot;
 mod starting;
 pub mod state;
+mod storing;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod tickets;
@@ -49,7 +51,7 @@ pub use self::channels::start_channels;
 pub use self::clone::{Stem, failed, name_taken, report_failure};
 pub use self::error::{Error, NotFrozen, NotStarted, Unlike};
 pub use self::forker::{Forker, TicketService};
-pub use self::forking::{COUNT_MAX, Frozen, Order, by_request, check, freeze_only, run};
+pub use self::forking::{COUNT_MAX, Order, by_request, check, run};
 pub use self::freeze::Wanted as FreezeWanted;
 pub use self::messages::start_message;
 pub use self::names::{Names, Wanted, reserve};
@@ -58,4 +60,5 @@ pub use self::pause::{pause, resume};
 pub use self::places::{Allotted, Hold, Placement, Reserved};
 pub use self::remote::{Away, Departure, PlanAsk, Remote};
 pub use self::snapshot::{OnRun, Snapshot};
+pub use self::storing::{Frozen, FrozenDisks, freeze_disks_only, freeze_only};
 pub use vmfork_host::metrics::ms;

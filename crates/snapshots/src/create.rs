@@ -1,5 +1,6 @@
 //! Taking a snapshot of a running VM, and writing it to the store.
 
+use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -7,16 +8,18 @@ use vmfork_api::{Compression, ErrorBody, SnapshotRequest};
 use vmfork_image::{BLOCK_PAGES, BlockIdx, PAGE_BYTES, PageRange, PageTable, Source};
 use vmfork_store::{Descriptor, Draft, Extent, ImageDraft, Role, SnapshotId, StoreError};
 
+use crate::bases::Bases;
 use crate::disks::{self, FrozenDisk};
 use crate::error::SnapshotError;
 use crate::library::{Library, Snapshots};
-use crate::opened::Base;
 use crate::record::{self, Subject};
 use crate::tell::Tell;
-use crate::under_way::{Doing, UnderWay};
+use crate::under_way::{Doing, Listed, UnderWay};
 use crate::work::{CancelOnDrop, blocking};
-use vmfork_fork::Frozen;
+use vmfork_fork::Snapshot;
 use vmfork_fork::facts::{self, Facts};
+use vmfork_host::core::Core;
+use vmfork_host::disks::DiskContent;
 use vmfork_host::vm::Vm;
 
 /// How long the freeze may take with all that leads to it.
@@ -43,38 +46,38 @@ pub async fn create(
     let name = request.name.clone();
     let message = format!("take snapshot `{name}` of `{}`", vm.name());
     let failed = |error: SnapshotError| error.to_body(&message);
+    check(&request).map_err(failed)?;
     let inherited = vm.identity.inherited.with_labels(&request.labels);
     let inherited = inherited.map_err(|error| failed(error.into()))?;
     let placed = library.snapshots.place(&name, Doing::Write).map_err(failed)?;
-    let frozen = vmfork_fork::freeze_only(&library.core, &vm, FREEZE_TIMEOUT).await?;
-    let facts = facts_of(&vm, &frozen).await.map_err(failed)?;
-    let mut facts = Facts { inherited, ..facts };
-    disks::put_specs(&mut facts.inherited.spec, &frozen.snapshot.disks);
-    let base = match request.full || request.keep_zero_pages {
-        true => None,
-        false => library.snapshots.usable_base(&vm),
+    let (frozen, pause) = match request.disk_only {
+        false => Frozen::all(&library.core, &vm).await?,
+        true => Frozen::disks(&library.core, &vm).await?,
     };
-    let sealed = tokio::task::block_in_place(|| sealed_table(&frozen));
-    let (id, table) = sealed.map_err(failed)?;
-    let base_name = base.as_ref().map(|base| base.name.clone());
-    tracing::info!(
-        snapshot = name,
-        vm = vm.name(),
-        pause_ms = facts.pause_ms,
-        base = base_name,
-        "snapshot taken"
-    );
+    let facts = facts_of(&vm, &frozen, pause).await.map_err(failed)?;
+    let mut facts = Facts { inherited, ..facts };
+    disks::put_specs(&mut facts.inherited.spec, &frozen.disks);
+    let bases = match request.full || request.keep_zero_pages {
+        true => Bases::default(),
+        false => library.snapshots.usable_bases(&vm, request.disk_only),
+    };
+    let id = SnapshotId::random().map_err(|error| SnapshotError::State(error.into()));
+    let id = id.map_err(failed)?;
+    let table = tokio::task::block_in_place(|| frozen.memory.as_ref().map(sealed_table));
+    let table = table.transpose().map_err(failed)?;
+    let (base, pause_ms) = (bases.name().map(ToOwned::to_owned), facts.pause_ms);
+    tracing::info!(snapshot = name, vm = vm.name(), pause_ms, base, "snapshot taken");
     let under_way = Arc::clone(&placed.under_way);
-    under_way.list(facts.clone(), base_name);
+    let disk_only = request.disk_only;
+    under_way.list(Listed { facts: facts.clone(), base, disk_only });
     let time_max = request.record_ms.map_or(RECORD_DEFAULT, Duration::from_millis);
-    if !time_max.is_zero() {
-        let subject = Subject { name: name.clone(), id, table: table.clone(), time_max };
-        record::start(library, &vm, subject);
+    if let Some(table) = table.clone().filter(|_| !time_max.is_zero()) {
+        record::start(library, &vm, Subject { name: name.clone(), id, table, time_max });
     }
     let wait = request.wait;
     let writing = {
         let (library, vm) = (Arc::clone(library), Arc::clone(&vm));
-        let order = Order { request, id, table, facts, base, frozen };
+        let order = Order { request, id, table, facts, bases, frozen };
         blocking(move || {
             let tell = Tell { vm: Some(vm.identity.in_event()), ..library.tell() };
             tell.stored_by(&placed.under_way.work);
@@ -93,37 +96,71 @@ pub async fn create(
     library.snapshots.listed(&library.core, &name)
 }
 
-async fn facts_of(vm: &Arc<Vm>, frozen: &Frozen) -> Result<Facts, SnapshotError> {
+/// Whether what is asked for goes together.
+///
+/// # Errors
+/// It does not: something is asked of a memory that is not stored.
+fn check(request: &SnapshotRequest) -> Result<(), SnapshotError> {
+    let records = request.record_ms.is_some_and(|ms| ms > 0);
+    match [("keep_zero_pages", request.keep_zero_pages), ("record_ms", records)]
+        .into_iter()
+        .find(|(_, is_asked)| request.disk_only && *is_asked)
+    {
+        Some((option, _)) => Err(SnapshotError::NeedsMemory { option }),
+        None => Ok(()),
+    }
+}
+
+/// What is stored of a VM that stood still.
+#[derive(Debug)]
+struct Frozen {
+    disks: Vec<DiskContent>,
+    /// `None`: only the disks are stored.
+    memory: Option<Snapshot>,
+}
+
+impl Frozen {
+    async fn all(core: &Arc<Core>, vm: &Arc<Vm>) -> Result<(Self, Duration), ErrorBody> {
+        let frozen = vmfork_fork::freeze_only(core, vm, FREEZE_TIMEOUT).await?;
+        let disks = frozen.snapshot.disks.clone();
+        Ok((Self { disks, memory: Some(frozen.snapshot) }, frozen.pause))
+    }
+
+    async fn disks(core: &Arc<Core>, vm: &Arc<Vm>) -> Result<(Self, Duration), ErrorBody> {
+        let frozen = vmfork_fork::freeze_disks_only(core, vm, FREEZE_TIMEOUT).await?;
+        Ok((Self { disks: frozen.disks, memory: None }, frozen.pause))
+    }
+}
+
+async fn facts_of(vm: &Arc<Vm>, frozen: &Frozen, pause: Duration) -> Result<Facts, SnapshotError> {
     let machine = vm.running_machine().map_err(|_| SnapshotError::Ended)?;
+    let memory = frozen.memory.as_ref();
     let frozen = facts::Frozen {
         machine_type: facts::host::machine_type(&machine).await?,
-        inheritance: frozen.snapshot.inheritance.clone(),
-        fork: frozen.snapshot.fork,
-        pause_ms: vmfork_fork::ms(frozen.pause),
+        inheritance: memory.and_then(|snapshot| snapshot.inheritance.clone()),
+        fork: memory.map_or(0, |snapshot| snapshot.fork),
+        pause_ms: vmfork_fork::ms(pause),
     };
     Ok(Facts::of(&vm.identity, &machine, vm.agent(), frozen))
 }
 
-/// An id for it, and what its pages are by the table, which is complete some milliseconds after the
+/// What a frozen memory's pages are by the table, which is complete some milliseconds after the
 /// freeze.
-fn sealed_table(frozen: &Frozen) -> Result<(SnapshotId, PageTable), SnapshotError> {
-    let engine = &frozen.snapshot.engine;
-    let is_sealed = engine.wait_sealed(SEAL_TIMEOUT);
-    let table = engine.image().table().filter(|_| is_sealed).cloned();
+fn sealed_table(frozen: &Snapshot) -> Result<PageTable, SnapshotError> {
+    let is_sealed = frozen.engine.wait_sealed(SEAL_TIMEOUT);
+    let table = frozen.engine.image().table().filter(|_| is_sealed).cloned();
     let seconds = SEAL_TIMEOUT.as_secs();
-    let table = table.ok_or(SnapshotError::NotSealed { seconds })?;
-    let id = SnapshotId::random().map_err(|error| SnapshotError::State(error.into()))?;
-    Ok((id, table))
+    table.ok_or(SnapshotError::NotSealed { seconds })
 }
 
 #[derive(Debug)]
 struct Order {
     request: SnapshotRequest,
     id: SnapshotId,
-    /// Of the frozen image.
-    table: PageTable,
+    /// Of the frozen memory.
+    table: Option<PageTable>,
     facts: Facts,
-    base: Option<Arc<Base>>,
+    bases: Bases,
     frozen: Frozen,
 }
 
@@ -134,53 +171,45 @@ fn write(
     order: Order,
     under_way: &UnderWay,
 ) -> Result<Descriptor, SnapshotError> {
-    let Order { request, id, table, facts, base, frozen } = order;
-    let image = frozen.snapshot.engine.image();
-    let disks = FrozenDisk::all(&frozen.snapshot.disks)?;
+    let Order { request, id, table, facts, bases, frozen } = order;
+    let Frozen { disks, memory } = &frozen;
+    let disks = FrozenDisk::all(disks)?;
     let draft = Draft {
-        name: request.name,
+        name: request.name.clone(),
         id: Some(id),
         images: Vec::new(),
-        state: vmfork_fork::state::read(&frozen.snapshot.state)?,
+        state: match memory {
+            Some(snapshot) => vmfork_fork::state::read(&snapshot.state)?,
+            None => Vec::new(),
+        },
         vm: serde_json::to_value(&facts)
             .map_err(|source| SnapshotError::Facts { name: under_way.name.clone(), source })?,
     };
-    let disk_of = |role: &Role| disks.iter().find(|disk| disk.role == *role);
-    let read = |role: &Role, range: PageRange, bytes: &mut [u8]| match disk_of(role) {
-        Some(disk) => disk.read(range, bytes),
-        None => image.read(range, bytes).map_err(std::io::Error::other),
+    let read = |role: &Role, range: PageRange, bytes: &mut [u8]| match (role, memory) {
+        (Role::Memory, Some(snapshot)) => {
+            snapshot.engine.image().read(range, bytes).map_err(io::Error::other)
+        }
+        (role, _) => match disks.iter().find(|disk| disk.role == *role) {
+            Some(disk) => disk.read(range, bytes),
+            None => Err(io::ErrorKind::NotFound.into()),
+        },
+    };
+    let on = |bases: &Bases| {
+        let memory = table.iter().map(|table| memory_draft(table, bases, &request));
+        let disks = disks.iter().map(|disk| disk_draft(disk, bases, compression(&request)));
+        Draft { images: memory.chain(disks).collect(), ..draft.clone() }
     };
     let store = &library.snapshots.store;
-    let compression = match request.compression.unwrap_or(Compression::Zstd) {
-        Compression::None => vmfork_store::Compression::None,
-        Compression::Zstd => vmfork_store::Compression::Zstd { level: ZSTD_LEVEL },
-    };
-    let memory_on = |base: Option<&Base>| ImageDraft {
-        role: Role::Memory,
-        bytes: image.pages() * PAGE_BYTES,
-        base: base.map(Base::memory),
-        extents: match request.keep_zero_pages {
-            true => vec![(table.range(), Extent::Own)],
-            false => difference(&table, base.map(|base| &base.table)),
-        },
-        compression,
-        chunk_pages: CHUNK_PAGES,
-        keep_zero_pages: request.keep_zero_pages,
-    };
-    let on = |base: Option<&Base>| {
-        let disks = disks.iter().map(|disk| disk_draft(disk, base, compression));
-        let images = std::iter::once(memory_on(base)).chain(disks).collect();
-        Draft { images, ..draft.clone() }
-    };
-    let mut written = store.create(on(base.as_deref()), &read, &under_way.work);
-    if let (Some(base), Err(error)) = (&base, &written)
+    let mut written = store.create(on(&bases), &read, &under_way.work);
+    if let Err(error) = &written
+        && !bases.is_empty()
         && is_of_the_base(error)
     {
         let error = vmfork_host::error::chain(error);
-        tracing::warn!(snapshot = under_way.name, base = base.name, error, "written in full");
-        under_way.list(facts, None);
+        tracing::warn!(snapshot = under_way.name, base = bases.name(), error, "written in full");
+        under_way.list(Listed { facts, base: None, disk_only: request.disk_only });
         under_way.begin_anew();
-        written = store.create(on(None), &read, &under_way.work);
+        written = store.create(on(&Bases::default()), &read, &under_way.work);
     }
     let descriptor = written?;
     let counts = descriptor.counts();
@@ -190,19 +219,45 @@ fn write(
         stored_mib = counts.stored_bytes >> 20,
         "snapshot stored"
     );
-    let name = descriptor.name.clone();
-    let disks = disks.into_iter().map(|disk| (disk.name().to_owned(), disk.table)).collect();
-    vm.add_provenance(Arc::new(Base { name, id, table, disks }));
+    let memory = table.map(|table| (Role::Memory, table)).into_iter();
+    let disks = disks.into_iter().map(|disk| (disk.role, disk.table));
+    let newer = Bases::of((&descriptor.name, id), memory.chain(disks));
+    let earlier = vm.provenance().get::<Bases>().unwrap_or_default();
+    vm.add_provenance(Arc::new(earlier.with(newer)));
     Ok(descriptor)
+}
+
+fn compression(request: &SnapshotRequest) -> vmfork_store::Compression {
+    match request.compression.unwrap_or(Compression::Zstd) {
+        Compression::None => vmfork_store::Compression::None,
+        Compression::Zstd => vmfork_store::Compression::Zstd { level: ZSTD_LEVEL },
+    }
+}
+
+/// What a memory is to become: a delta, if there is a base.
+fn memory_draft(table: &PageTable, bases: &Bases, request: &SnapshotRequest) -> ImageDraft {
+    let on = bases.image(&Role::Memory, table.pages());
+    ImageDraft {
+        role: Role::Memory,
+        bytes: table.pages() * PAGE_BYTES,
+        extents: match request.keep_zero_pages {
+            true => vec![(table.range(), Extent::Own)],
+            false => difference(table, on.as_ref().map(|(_, table)| *table)),
+        },
+        base: on.map(|(base, _)| base),
+        compression: compression(request),
+        chunk_pages: CHUNK_PAGES,
+        keep_zero_pages: request.keep_zero_pages,
+    }
 }
 
 /// What a disk is to become: a delta, if there is a base that has it in that size.
 fn disk_draft(
     disk: &FrozenDisk,
-    base: Option<&Base>,
+    bases: &Bases,
     compression: vmfork_store::Compression,
 ) -> ImageDraft {
-    let on = base.and_then(|base| base.disk(&disk.role, &disk.table));
+    let on = bases.image(&disk.role, disk.table.pages());
     ImageDraft {
         role: disk.role.clone(),
         bytes: disk.image.size_bytes(),
@@ -251,12 +306,14 @@ fn is_of_the_base(error: &StoreError) -> bool {
 }
 
 impl Snapshots {
-    /// The stored snapshot that the next one of a VM is a delta of; `None`: there is none (any
-    /// more).
-    fn usable_base(&self, vm: &Vm) -> Option<Arc<Base>> {
-        let base = vm.provenance().get::<Base>()?;
-        let there = self.store.descriptor(&base.name).ok()?;
-        (there.id == base.id).then_some(base)
+    /// What of a VM's stored images the next snapshot of it can be a delta on: those that are still
+    /// there.
+    fn usable_bases(&self, vm: &Vm, disk_only: bool) -> Bases {
+        let bases = vm.provenance().get::<Bases>().unwrap_or_default();
+        bases.those(|role, name, id| {
+            let is_wanted = !disk_only || *role != Role::Memory;
+            is_wanted && self.store.descriptor(name).is_ok_and(|there| there.id == id)
+        })
     }
 }
 

@@ -58,10 +58,6 @@ impl FrozenDisk {
         contents.iter().map(one).collect()
     }
 
-    pub(super) fn name(&self) -> &str {
-        &self.content.spec.name
-    }
-
     /// Pages as they were at the freeze.
     ///
     /// # Errors

@@ -283,13 +283,54 @@ fn library(host: &Host) -> Arc<Library> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn of_a_snapshot_without_memory_vms_get_the_disks_alone() {
+    let host = Host::start().await;
+    let library = &library(&host);
+    let snapshots = &library.snapshots;
+    let mut model = vec![0; BYTES];
+    let changed = change(&mut model, &mut Random(7));
+    let with_memory = put(snapshots, "all", None, (&model, &changed));
+    assert!(library.disks_to_boot("all").expect("it opens").is_none(), "it need not boot");
+
+    let (state, vm) = (Vec::new(), with_memory.vm.clone());
+    let on = BaseRef { name: "all".to_owned(), id: with_memory.id, role: role() };
+    let image = ImageDraft {
+        role: role(),
+        bytes: BYTES as u64,
+        base: Some(on),
+        extents: Vec::new(),
+        compression: Compression::Zstd { level: 1 },
+        chunk_pages: 16,
+        keep_zero_pages: false,
+    };
+    let draft = Draft { name: "disks".to_owned(), id: None, images: vec![image], state, vm };
+    let none = |_: &Role, _: PageRange, _: &mut [u8]| Err(io::Error::other("it is a delta"));
+    snapshots.store.create(draft, &none, &Work::new(1)).expect("stored");
+
+    let stored = library.disks_to_boot("disks").expect("it opens").expect("no memory");
+    let [content] = &stored.contents[..] else { panic!("one disk: {stored:?}") };
+    let mut bytes = vec![1; at(PAGES * PAGE_BYTES)];
+    content.image.read(PageRange::first(PAGES), &mut bytes).expect("read");
+    assert!(bytes[..BYTES] == model[..], "other bytes than were stored");
+    let bases = stored.came_of.get::<crate::bases::Bases>().expect("of the disks");
+    assert_eq!(bases.name(), Some("disks"), "the next snapshot is a delta on it");
+    let listed = snapshots.listed(&library.core, "disks").expect("listed");
+    assert!(listed.disk_only && !snapshots.listed(&library.core, "all").expect("it").disk_only);
+    assert_eq!(listed.memory_mib, (PAGES * PAGE_BYTES) >> 20);
+    snapshots.open(&library.core, "disks").expect_err("there is nothing to go on from");
+    let missing = library.disks_to_boot("nope").expect_err("there is none");
+    assert_eq!(missing.code, vmfork_api::ErrorCode::NotFound);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_snapshot_stays_as_long_as_a_disk_reads_from_it() {
     let host = Host::start().await;
     let library = &library(&host);
     line(&library.snapshots, 3);
     let opened = library.snapshots.open(&library.core, "s3").expect("opens");
     assert_eq!(opened.disks.len(), 1);
-    assert_eq!(opened.base("s3").expect("its tables").disks.len(), 1);
+    let on = opened.bases("s3").image(&role(), PAGES).map(|(base, _)| base.name);
+    assert_eq!(on.as_deref(), Some("s3"));
     let _vm = host.vm("web", None);
     let uid = rustix::process::getuid().as_raw();
     let machine = library.core.disks.attach("web", uid, &opened.disks).expect("served");

@@ -37,6 +37,9 @@ pub enum SnapshotError {
     OtherImage { name: String, role: Role },
     #[error("`{name}` has no image of {bytes} bytes for its VM's disk `{disk}`")]
     NoDisk { name: String, disk: String, bytes: u64 },
+    /// A client asks it of a snapshot of the disks alone.
+    #[error("`{option}` is about the memory, which a snapshot of the disks alone has not")]
+    NeedsMemory { option: &'static str },
     /// That a client asked for.
     #[error("the snapshot `{name}` has no disk `{disk}`")]
     HasNoDisk { name: String, disk: String },
@@ -149,6 +152,9 @@ impl SnapshotError {
                     "it was made by another version of vmfork, or tampered with: `vmfork snapshot verify {name}`"
                 )),
             ),
+            Self::NeedsMemory { option } => {
+                (ErrorCode::BadRequest, Some(format!("leave out `{option}` or `disk_only`")))
+            }
             Self::HasNoDisk { name, .. } => (
                 ErrorCode::NotFound,
                 Some(format!("`vmfork snapshot inspect {name}` shows what it has")),

@@ -11,7 +11,7 @@
 //! | [`start`], [`prefetch`] | VMs started from one; what is fetched before they ask |
 //! | [`transfer`], [`keep`] | export, import, push, pull; remove, verify, flatten |
 //! | `query` | what is known of them |
-//! | `disks` | disks of VMs, written and read |
+//! | `disks`, `bases` | disks of VMs, written and read; what of a VM is stored already |
 //! | `opening`, `placing` | opening one; keeping a name while it is written or pulled |
 //! | [`library`] | the store, what is open of it, and the host |
 //! | `opened`, `under_way`, `turns`, `collect`, `work`, `location` | the parts of that |
@@ -23,6 +23,7 @@
 //!
 //! It does not know other hosts, and of HTTP only the bodies of replies.
 
+mod bases;
 mod collect;
 pub mod create;
 mod disks;
@@ -47,4 +48,5 @@ mod work;
 
 pub use self::error::SnapshotError;
 pub use self::library::{Library, Snapshots};
-pub use self::opened::{Base, Opened};
+pub use self::opened::Opened;
+pub use self::opening::StoredDisks;

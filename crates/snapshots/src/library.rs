@@ -90,9 +90,9 @@ impl Snapshots {
         let name = &descriptor.name;
         let facts: Facts = serde_json::from_value(descriptor.vm.clone())
             .map_err(|source| SnapshotError::Facts { name: name.clone(), source })?;
-        let pages = descriptor.image(&Role::Memory).map_or(0, ImageDescriptor::pages);
-        if facts.spec().memory_bytes != pages * vmfork_image::PAGE_BYTES {
-            let said = facts.spec().memory_bytes;
+        let pages = descriptor.image(&Role::Memory).map(ImageDescriptor::pages);
+        let said = facts.spec().memory_bytes;
+        if let Some(pages) = pages.filter(|pages| said != pages * vmfork_image::PAGE_BYTES) {
             return Err(SnapshotError::Size { name: name.clone(), said, pages });
         }
         Ok(facts)

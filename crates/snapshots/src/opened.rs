@@ -1,7 +1,7 @@
 //! A stored snapshot that VMs are started from: its image with an engine, its device state in
 //! memory.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::num::NonZeroU64;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -9,8 +9,9 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use vmfork_engine::{Engine, HostImage};
 use vmfork_image::{PAGE_BYTES, PageTable};
-use vmfork_store::{BaseRef, Blobs, Role, SnapshotId};
+use vmfork_store::{Blobs, Role, SnapshotId};
 
+use crate::bases::Bases;
 use crate::disks::StoredDisk;
 use vmfork_fork::facts::Facts;
 use vmfork_host::admission::{Admission, Lease};
@@ -156,44 +157,21 @@ impl Opened {
 
     /// What the next snapshot of a VM that descends from this one is a delta of. `name` is what it
     /// is called now.
-    pub(super) fn base(&self, name: &str) -> Option<Base> {
-        let table = self.engine.image().table()?.clone();
-        let disks = self.disks.iter().filter_map(|content| {
-            Some((content.spec.name.clone(), content.image.table()?.clone()))
-        });
-        Some(Base { name: name.to_owned(), id: self.id, table, disks: disks.collect() })
+    pub(super) fn bases(&self, name: &str) -> Bases {
+        let memory = self.engine.image().table().map(|table| (Role::Memory, table.clone()));
+        Bases::of((name, self.id), memory.into_iter().chain(tables(&self.disks)))
     }
 }
 
-/// A stored snapshot that a VM descends from.
-#[derive(Debug)]
-pub struct Base {
-    pub(super) name: String,
-    pub(super) id: SnapshotId,
-    /// Of its image, while that was in memory: whose bytes it stored.
-    pub(super) table: PageTable,
-    /// The same of its disks, by name.
-    pub(super) disks: BTreeMap<String, PageTable>,
-}
-
-impl Base {
-    /// Its disk of that name, for the store, if it has as many pages as `table`.
-    pub(super) fn disk(&self, role: &Role, table: &PageTable) -> Option<(BaseRef, &PageTable)> {
-        let Role::Disk(name) = role else { return None };
-        let base = self.disks.get(name.as_str()).filter(|base| base.pages() == table.pages())?;
-        Some((BaseRef { name: self.name.clone(), id: self.id, role: role.clone() }, base))
-    }
-
-    /// Its memory, for the store.
-    pub(super) fn memory(&self) -> BaseRef {
-        BaseRef { name: self.name.clone(), id: self.id, role: Role::Memory }
-    }
+/// The page tables of disks, by role.
+pub(super) fn tables(disks: &[DiskContent]) -> impl Iterator<Item = (Role, PageTable)> {
+    disks.iter().filter_map(|content| {
+        let role = Role::Disk(content.spec.name.parse().ok()?);
+        Some((role, content.image.table()?.clone()))
+    })
 }
 
 impl CameOf for Opened {}
-
-/// The newest stored snapshot that a VM descends from is the base of its next one.
-impl CameOf for Base {}
 
 /// What is open, by id.
 #[derive(Debug, Default)]

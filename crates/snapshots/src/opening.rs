@@ -14,11 +14,35 @@ use vmfork_store::{
     Blobs, Descriptor, Extent, Role, SnapshotId, SourceOptions, Stored, StoredImage, StoredPages,
 };
 
+use crate::bases::Bases;
 use crate::disks;
 use crate::error::SnapshotError;
-use crate::library::Snapshots;
+use crate::library::{Library, Snapshots};
 use crate::location::blobs_at;
-use crate::opened::{OpenOnes, Opened};
+use crate::opened::{OpenOnes, Opened, tables};
+use vmfork_host::vm::Provenance;
+
+/// A stored snapshot without memory: what its VMs boot with.
+#[derive(Debug)]
+pub struct StoredDisks {
+    /// Of the VM that it was taken of.
+    pub facts: Facts,
+    pub contents: Vec<DiskContent>,
+    /// What VMs with these disks come of.
+    pub came_of: Provenance,
+}
+
+impl Library {
+    /// What VMs of this snapshot boot with; `None`: they need not boot, since it has their memory.
+    /// Blocks as long as this host's store takes to read a few files.
+    ///
+    /// # Errors
+    /// There is none of that name, it is damaged, or still being written.
+    pub fn disks_to_boot(&self, name: &str) -> Result<Option<StoredDisks>, ErrorBody> {
+        let opened = self.snapshots.open_disks_only(name);
+        opened.map_err(|error| error.to_body(format!("start snapshot `{name}`")))
+    }
+}
 
 /// Those that chunks of a chain come from, by location.
 type Remotes = HashMap<String, Arc<dyn Blobs>>;
@@ -64,6 +88,30 @@ impl Snapshots {
         open.snapshots.insert(id, Arc::downgrade(&opened));
         drop((open, kept));
         Ok(opened)
+    }
+
+    /// Open the disks of a snapshot that has no memory; `None`: it has one.
+    ///
+    /// # Errors
+    /// There is none of that name, it is damaged, or still being written.
+    fn open_disks_only(&self, name: &str) -> Result<Option<StoredDisks>, SnapshotError> {
+        self.check_written(name)?;
+        if self.store.descriptor(name)?.image(&Role::Memory).is_some() {
+            return Ok(None);
+        }
+        // Its disks are read from when this ends, so that it can't go any more.
+        let _none_goes = self.keep_for_disks();
+        let stored = self.store.open(name)?;
+        let descriptor = stored.descriptor();
+        if descriptor.image(&Role::Memory).is_some() {
+            return Ok(None);
+        }
+        let facts = self.facts(&stored)?;
+        check_roles(descriptor, &facts)?;
+        let contents = self.open_disks(&stored, &facts)?;
+        let bases = Bases::of((name, descriptor.id), tables(&contents));
+        let came_of = Provenance::default().with(Arc::new(bases));
+        Ok(Some(StoredDisks { facts, contents, came_of }))
     }
 
     /// While this is held, no snapshot with disks is removed, and none is opened by another.

@@ -12,7 +12,7 @@ use vmfork_store::{Compression, Descriptor, ImageDescriptor, Role, SnapshotId, S
 use crate::error::SnapshotError;
 use crate::library::Snapshots;
 use crate::opened::Opened;
-use crate::under_way::UnderWay;
+use crate::under_way::{Listed, UnderWay};
 use vmfork_fork::facts::Facts;
 use vmfork_host::core::Core;
 use vmfork_host::error::chain;
@@ -75,8 +75,9 @@ impl Snapshots {
             progress: under_way.progress(),
             ..blank(&under_way.name, under_way.state())
         };
-        let Some((facts, base)) = under_way.listed() else { return of_it };
+        let Some(Listed { facts, base, disk_only }) = under_way.listed() else { return of_it };
         Snapshot {
+            disk_only,
             image: facts.spec().image.clone(),
             memory_mib: facts.spec().memory_bytes >> 20,
             disk_bytes: facts.spec().disks().map(|(_, disk)| disk.size_bytes).sum(),
@@ -90,7 +91,6 @@ impl Snapshots {
 
     fn of_descriptor(&self, core: &Core, descriptor: &Descriptor) -> Snapshot {
         let counts = descriptor.counts();
-        let memory_bytes = descriptor.image(&Role::Memory).map_or(0, |image| image.bytes);
         let disks = descriptor.images.iter().filter(|image| image.role != Role::Memory);
         let remote = self.store.origin(&descriptor.name).ok().flatten();
         let facts: Option<Facts> = serde_json::from_value(descriptor.vm.clone()).ok();
@@ -104,7 +104,8 @@ impl Snapshots {
             reason,
             created_unix_ms: descriptor.created_unix_ms,
             image: facts.as_ref().map(|facts| facts.spec().image.clone()).unwrap_or_default(),
-            memory_mib: memory_bytes >> 20,
+            disk_only: descriptor.image(&Role::Memory).is_none(),
+            memory_mib: facts.as_ref().map_or(0, |facts| facts.spec().memory_bytes >> 20),
             disk_bytes: disks.map(|image| image.bytes).sum(),
             cpus: facts.as_ref().map_or(0, |facts| facts.spec().cpus),
             accel: facts.as_ref().map_or(vmfork_api::Accel::Tcg, |facts| facts.spec().accel),
@@ -157,7 +158,7 @@ impl Snapshots {
             Some(descriptor) => serde_json::from_value(descriptor.vm.clone()).ok(),
             None => {
                 let under_way = self.under_way().get(name).cloned();
-                under_way.and_then(|one| one.listed()).map(|(facts, _)| facts)
+                under_way.and_then(|one| one.listed()).map(|listed| listed.facts)
             }
         };
         let facts: Option<Facts> = facts;
@@ -166,7 +167,7 @@ impl Snapshots {
         let is_dependant = |other: &Descriptor| {
             other.bases().any(|base| Some(base.id) == descriptor.as_ref().map(|d| d.id))
         };
-        let memory = descriptor.as_ref().and_then(|it| it.image(&Role::Memory));
+        let first = descriptor.as_ref().and_then(|it| it.images.first());
         let counts = descriptor.as_ref().map(Descriptor::counts).unwrap_or_default();
         Ok(SnapshotDetail {
             schema: vmfork_api::SCHEMA.to_owned(),
@@ -178,11 +179,11 @@ impl Snapshots {
                 .and_then(|facts| facts.agent.as_ref())
                 .map(|agent| agent.kernel.clone()),
             pause_ms: facts.as_ref().map_or(0.0, |facts| facts.pause_ms),
-            compression: match memory.map(|image| image.compression) {
+            compression: match first.map(|image| image.compression) {
                 Some(Compression::None) => vmfork_api::Compression::None,
                 _ => vmfork_api::Compression::Zstd,
             },
-            chunk_pages: memory.map_or(0, |image| image.chunk_pages),
+            chunk_pages: first.map_or(0, |image| image.chunk_pages),
             own_pages: counts.own_pages,
             zero_pages: counts.zero_pages,
             images: descriptor.iter().flat_map(|it| &it.images).map(image_of).collect(),
@@ -256,6 +257,7 @@ fn blank(name: &str, state: SnapshotState) -> Snapshot {
         reason: None,
         created_unix_ms: 0,
         image: String::new(),
+        disk_only: false,
         memory_mib: 0,
         disk_bytes: 0,
         cpus: 0,

@@ -211,11 +211,7 @@ impl Start<'_> {
 
 /// Of VMs that are started from it.
 fn provenance(name: &str, opened: &Arc<Opened>) -> Provenance {
-    let provenance = Provenance::default().with(Arc::clone(opened));
-    match opened.base(name) {
-        Some(base) => provenance.with(Arc::new(base)),
-        None => provenance,
-    }
+    Provenance::default().with(Arc::clone(opened)).with(Arc::new(opened.bases(name)))
 }
 
 /// Learn what each VM touches that was started from it and begins to run. `name` is what it is

@@ -20,7 +20,7 @@ use crate::keep;
 use crate::library::{Library, Snapshots};
 use crate::placing::Placed;
 use crate::transfer;
-use crate::under_way::Doing;
+use crate::under_way::{Doing, Listed};
 use vmfork_fork::facts::Facts;
 use vmfork_host::testing::{Host, SOON};
 
@@ -88,7 +88,8 @@ fn library(host: &Host) -> Arc<Library> {
 
 fn taken(library: &Library, name: &str) -> Placed {
     let placed = library.snapshots.place(name, Doing::Write).expect("free");
-    placed.under_way.list(Facts::of_a_test(PAGES * 4096), None);
+    let facts = Facts::of_a_test(PAGES * 4096);
+    placed.under_way.list(Listed { facts, base: None, disk_only: false });
     placed
 }
 

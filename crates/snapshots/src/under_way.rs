@@ -31,14 +31,24 @@ impl Doing {
     }
 }
 
+/// What it is of.
+#[derive(Debug, Clone)]
+pub(super) struct Listed {
+    pub(super) facts: Facts,
+    /// The name of its base.
+    pub(super) base: Option<String>,
+    /// It has no memory.
+    pub(super) disk_only: bool,
+}
+
 /// A snapshot that is not all here yet, or could not be had.
 #[derive(Debug)]
 pub(super) struct UnderWay {
     pub(super) name: String,
     pub(super) created_unix_ms: u64,
     pub(super) doing: Doing,
-    /// What it is of, and the name of its base; once the VM has stood still for it.
-    listed: Mutex<Option<(Facts, Option<String>)>>,
+    /// Once its VM has stood still for it.
+    listed: Mutex<Option<Listed>>,
     pub(super) work: Arc<Work>,
     failed: Mutex<Option<ErrorBody>>,
     /// Cancelled when it has ended, well or not.
@@ -98,14 +108,14 @@ impl UnderWay {
         }
     }
 
-    /// What it is of, and the name of its base, once it is listed.
-    pub(super) fn listed(&self) -> Option<(Facts, Option<String>)> {
+    /// What it is of, once it is listed.
+    pub(super) fn listed(&self) -> Option<Listed> {
         self.listed.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Its VM stood still for it: from now on it is listed.
-    pub(super) fn list(&self, facts: Facts, base: Option<String>) {
-        *self.listed.lock().unwrap_or_else(PoisonError::into_inner) = Some((facts, base));
+    pub(super) fn list(&self, listed: Listed) {
+        *self.listed.lock().unwrap_or_else(PoisonError::into_inner) = Some(listed);
     }
 
     /// It is written once more, from the beginning.

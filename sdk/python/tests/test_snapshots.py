@@ -36,9 +36,11 @@ def test_a_snapshot_is_taken_listed_inspected_and_removed(
         "vm": "web", "name": "cold", "wait": True, "compression": "none", "full": True,
         "keep_zero_pages": True, "record_ms": 1500,
     }
+    client.snapshots.create("web", "disks", disk_only=True)
+    assert daemon.asked[-1][3]["disk_only"] is True
     with pytest.raises(vmfork.Conflict):
         client.snapshots.create("web", "warm")
-    assert [one.name for one in client.snapshots.list()] == ["warm", "cold"]
+    assert [one.name for one in client.snapshots.list()] == ["warm", "cold", "disks"]
     detail = client.snapshots.get("warm")
     memory, disk = detail.images
     assert (memory.role, memory.device, memory.bytes) == (vmfork.ImageRole.MEMORY, None, 1 << 29)

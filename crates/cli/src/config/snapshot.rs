@@ -125,6 +125,7 @@ fn create(raw: RawSnapshotCreate) -> Result<SnapshotRequest, Misuse> {
         wait: raw.wait,
         compression: raw.no_compression.then_some(Compression::None),
         full: raw.full,
+        disk_only: raw.disk_only,
         keep_zero_pages: raw.keep_zero_pages,
         record_ms: record.map(value::millis),
         labels: value::labels(&raw.labels)?,
@@ -159,6 +160,13 @@ mod tests {
         assert!(all.wait && all.full && all.keep_zero_pages);
         assert_eq!(all.compression, Some(Compression::None));
         assert_eq!(all.record_ms, Some(1500));
+        let Ok(SnapshotAction::Create(disks)) = parse("create web warm --disk-only") else {
+            panic!("the disks")
+        };
+        assert!(disks.disk_only && !all.disk_only);
+        for of_memory in ["--keep-zero-pages", "--record 5"] {
+            parse(&format!("create web warm --disk-only {of_memory}")).expect_err("no memory");
+        }
     }
 
     #[test]

@@ -157,7 +157,7 @@ fn a_snapshot_is_taken_while_the_vm_runs_on_or_waited_for() {
     ]);
     assert!(
         daemon.seen.has(
-            r#"snapshot {"vm":"web","name":"odd","wait":false,"compression":"none","full":true,"keep_zero_pages":true,"record_ms":0}"#
+            r#"snapshot {"vm":"web","name":"odd","wait":false,"compression":"none","full":true,"disk_only":false,"keep_zero_pages":true,"record_ms":0}"#
         ),
         "{:?}",
         daemon.seen.requests

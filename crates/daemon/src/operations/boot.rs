@@ -27,7 +27,7 @@ use vmfork_host::metrics::EndReason;
 use vmfork_host::quotas::User;
 use vmfork_host::vm::launch::Booting;
 use vmfork_host::vm::{
-    DriveSpec, End, Identity, Inherited, MachineSpec, Vm, now_unix_ms, random_hex,
+    DriveSpec, End, Identity, Inherited, MachineSpec, Provenance, Vm, now_unix_ms, random_hex,
 };
 
 const MEMORY_MIB_MIN: u64 = 64;
@@ -74,9 +74,8 @@ impl Patience {
 /// Nothing is left running.
 pub(super) async fn run(hub: &Hub, user: User, request: RunRequest) -> Result<Arc<Vm>, ErrorBody> {
     let core = &hub.core;
-    let began = Instant::now();
     let files = open_image(core, &request.image)?;
-    let choice = choose_accel(&request).map_err(|error| error.to_body("run with KVM"))?;
+    let choice = choose_accel(request.accel).map_err(|error| error.to_body("run with KVM"))?;
     let memory_mib = request.memory_mib.unwrap_or_else(|| files.metadata.default_memory_mib.into());
     let cpus = request.cpus.unwrap_or(1);
     check_size(memory_mib, cpus).map_err(|error| RunError::from(error).to_body("run a VM"))?;
@@ -92,46 +91,98 @@ pub(super) async fn run(hub: &Hub, user: User, request: RunRequest) -> Result<Ar
     let (root, disks) = wanted.map_err(|error| error.to_body(message.as_str()))?;
     let memory_bytes = memory_mib << 20;
     let id = random_hex::<8>();
-    let lease =
-        admit(core, BootAsk { name: &name, family: &id, user, ram_bytes: memory_bytes, cpus })
-            .await?;
+    let ask = BootAsk { name: &name, family: &id, user, ram_bytes: memory_bytes, cpus };
+    let lease = admit(core, ask, &message).await?;
     // After its admission: one that is refused makes no files.
     let disks = contents(core, root, &disks).await;
-    let mut disks = disks.map_err(|error| error.to_body(message.as_str()))?;
+    let disks = disks.map_err(|error| error.to_body(message.as_str()))?;
+    let spec = MachineSpec {
+        image: request.image,
+        drives: drives(&files.metadata, root, &disks),
+        nics: 0,
+        memory_bytes,
+        cpus,
+        accel: accel_word(choice.accel),
+        accel_reason: choice.reason.clone(),
+    };
+    let order = Order {
+        message,
+        id,
+        name,
+        user,
+        files,
+        choice,
+        root,
+        disks,
+        inherited: Inherited { spec, labels: request.labels },
+        snapshot: None,
+        lease,
+        ttl: request.ttl_ms.map(Duration::from_millis),
+        timeout: request.boot_timeout_ms.map(Duration::from_millis),
+    };
+    // Until it is ready, the name is kept.
+    let vm = boot(hub, order).await;
+    drop(reservation);
+    vm
+}
+
+/// A VM that is to boot, with all that it gets.
+pub(super) struct Order {
+    /// What is done, for the text of errors.
+    pub(super) message: String,
+    /// Its own, and its family's.
+    pub(super) id: String,
+    pub(super) name: String,
+    pub(super) user: User,
+    pub(super) files: ImageFiles,
+    pub(super) choice: AccelChoice,
+    /// Which of the disks is the root's: the first, if there is one.
+    pub(super) root: Option<RootDisk>,
+    pub(super) disks: Vec<DiskContent>,
+    pub(super) inherited: Inherited,
+    /// The stored snapshot that its disks are of, and what it comes of by that.
+    pub(super) snapshot: Option<(String, Provenance)>,
+    pub(super) lease: Lease,
+    pub(super) ttl: Option<Duration>,
+    /// For all of the boot.
+    pub(super) timeout: Option<Duration>,
+}
+
+/// Start a VM, and wait until it is ready.
+///
+/// # Errors
+/// Nothing is left running.
+pub(super) async fn boot(hub: &Hub, order: Order) -> Result<Arc<Vm>, ErrorBody> {
+    let (core, began) = (&hub.core, Instant::now());
+    let Order { message, id, name, user, files, choice, root, mut disks, .. } = order;
     core.disks.count_on(user, &mut disks);
+    let (snapshot, came_of) = order.snapshot.unzip();
     let identity = Identity {
         family: id.clone(),
         user,
         job: None,
-        lifetime: Lifetime { own: request.ttl_ms.map(Duration::from_millis), inherited: None },
+        lifetime: Lifetime { own: order.ttl, inherited: None },
         id,
         name: name.clone(),
-        inherited: Inherited {
-            spec: MachineSpec {
-                image: request.image,
-                drives: drives(&files.metadata, root, &disks),
-                nics: 0,
-                memory_bytes,
-                cpus,
-                accel: accel_word(choice.accel),
-                accel_reason: choice.reason.clone(),
-            },
-            labels: request.labels,
-        },
-        snapshot: None,
+        inherited: order.inherited,
+        snapshot,
         parent: None,
         ancestors: Arc::default(),
         vmid: 0,
         has_agent: files.metadata.agent,
         created_unix_ms: now_unix_ms(),
     };
-    let vm = core.add_vm(identity, Some(lease), None).map_err(RunError::Folder);
+    let vm = core.add_vm(identity, Some(order.lease), None).map_err(RunError::Folder);
     let vm = vm.map_err(|error| error.to_body(message.as_str()))?;
-    drop(reservation);
-    tracing::info!(vm = name, image = vm.identity.spec().image, memory_mib, cpus, accel = %choice.accel, reason = choice.reason, "VM starts");
-    let guard = EndOnDrop { core, vm: &vm, armed: true };
-    let timeout = request.boot_timeout_ms.map(Duration::from_millis);
-    let outcome = bring_up(&hub.forker, &vm, (files, root, disks), &choice, timeout).await;
+    if let Some(came_of) = came_of {
+        vm.set_provenance(came_of);
+    }
+    let MachineSpec { image, memory_bytes, cpus, .. } = vm.identity.spec();
+    let memory_mib = memory_bytes >> 20;
+    tracing::info!(vm = name, image, memory_mib, cpus, accel = %choice.accel, reason = choice.reason, "VM starts");
+    let mut guard = EndOnDrop::new(core);
+    guard.add(Arc::clone(&vm));
+    let outcome = bring_up(&hub.forker, &vm, (files, root, disks), &choice, order.timeout).await;
     guard.disarm();
     match outcome {
         Ok(()) => {
@@ -149,7 +200,11 @@ pub(super) async fn run(hub: &Hub, user: User, request: RunRequest) -> Result<Ar
 }
 
 /// Of a VM that boots from these.
-fn drives(of: &Metadata, root: Option<RootDisk>, disks: &[DiskContent]) -> Vec<DriveSpec> {
+pub(super) fn drives(
+    of: &Metadata,
+    root: Option<RootDisk>,
+    disks: &[DiskContent],
+) -> Vec<DriveSpec> {
     let is_whole = matches!(root, Some(RootDisk::Whole { .. }));
     let root = of.root_blake3().filter(|_| !is_whole).map(ToOwned::to_owned);
     let root = root.map(|blake3| DriveSpec::Root { blake3 });
@@ -157,22 +212,37 @@ fn drives(of: &Metadata, root: Option<RootDisk>, disks: &[DiskContent]) -> Vec<D
     root.into_iter().chain(disks).collect()
 }
 
+/// Whether VMs of an image can have such a root.
+///
+/// # Errors
+/// They can't.
+pub(super) fn check_root(
+    root: Option<RootDisk>,
+    of: &Metadata,
+    image: &str,
+) -> Result<(), RunError> {
+    let image = || image.to_owned();
+    match root {
+        Some(RootDisk::Overlay { .. }) if !of.root_overlay => {
+            Err(RunError::NoOverlay { image: image() })
+        }
+        Some(RootDisk::Whole { .. }) if !of.takes_root_disk() => {
+            Err(RunError::NoRootDisk { image: image() })
+        }
+        _ => Ok(()),
+    }
+}
+
 /// The disks that a VM is to have, and which of them is the root's.
 fn wanted_disks(
     request: &RunRequest,
     of: &Metadata,
 ) -> Result<(Option<RootDisk>, Vec<NewDisk>), RunError> {
-    let image = || request.image.clone();
     let root = root_disk(request.root, request.root_bytes)?;
+    check_root(root, of, &request.image)?;
     let source = match root {
-        Some(RootDisk::Overlay { .. }) if !of.root_overlay => {
-            return Err(RunError::NoOverlay { image: image() });
-        }
-        Some(RootDisk::Whole { .. }) if !of.takes_root_disk() => {
-            return Err(RunError::NoRootDisk { image: image() });
-        }
         Some(RootDisk::Overlay { size_bytes }) => Some(DiskSource::Blank { size_bytes }),
-        Some(RootDisk::Whole { .. }) => Some(DiskSource::Image { image: image() }),
+        Some(RootDisk::Whole { .. }) => Some(DiskSource::Image { image: request.image.clone() }),
         None => None,
     };
     let disk = source.map(|source| NewDisk { name: ROOT_NAME.to_owned(), source });
@@ -220,11 +290,14 @@ pub(super) fn root_of(core: &Core, image: &str) -> Result<PathBuf, RunError> {
 }
 
 /// Memory for it, if its user may have one more.
-async fn admit(core: &Core, ask: BootAsk<'_>) -> Result<Lease, ErrorBody> {
-    let message = format!("run `{}`", ask.name);
+pub(super) async fn admit(
+    core: &Core,
+    ask: BootAsk<'_>,
+    message: &str,
+) -> Result<Lease, ErrorBody> {
     let shape = Room { memory_bytes: core.admission.boot_bytes(ask.ram_bytes), vcpus: ask.cpus };
-    let turn = core.turn(ask.user, (1, shape), &message).await;
-    match turn.map_err(|error| error.to_body(message.as_str()))?.allowed() {
+    let turn = core.turn(ask.user, (1, shape), message).await;
+    match turn.map_err(|error| error.to_body(message))?.allowed() {
         Some(allowed) if allowed.count == 0 => {
             Err(HostError::from(allowed.refused()).to_body(message))
         }
@@ -260,8 +333,8 @@ fn name_for(
     }
 }
 
-fn choose_accel(request: &RunRequest) -> Result<AccelChoice, RunError> {
-    let wanted = request.accel.map(|accel| match accel {
+pub(super) fn choose_accel(wanted: Option<vmfork_api::Accel>) -> Result<AccelChoice, RunError> {
+    let wanted = wanted.map(|accel| match accel {
         vmfork_api::Accel::Kvm => Accel::Kvm,
         vmfork_api::Accel::Tcg => Accel::Tcg,
     });
@@ -397,23 +470,31 @@ fn greet_in_background(core: &Arc<Core>, vm: &Arc<Vm>) {
     });
 }
 
-/// Ends a VM whose start is given up half-way.
-struct EndOnDrop<'a> {
+/// Ends VMs whose start is given up half-way.
+pub(super) struct EndOnDrop<'a> {
     core: &'a Arc<Core>,
-    vm: &'a Arc<Vm>,
-    armed: bool,
+    vms: Vec<Arc<Vm>>,
 }
 
-impl EndOnDrop<'_> {
-    fn disarm(mut self) {
-        self.armed = false;
+impl<'a> EndOnDrop<'a> {
+    pub(super) fn new(core: &'a Arc<Core>) -> Self {
+        Self { core, vms: Vec::new() }
+    }
+
+    pub(super) fn add(&mut self, vm: Arc<Vm>) {
+        self.vms.push(vm);
+    }
+
+    /// Their start is over.
+    pub(super) fn disarm(mut self) {
+        self.vms.clear();
     }
 }
 
 impl Drop for EndOnDrop<'_> {
     fn drop(&mut self) {
-        if self.armed {
-            self.core.end(self.vm, End::killed("its start was given up"));
+        for vm in &self.vms {
+            self.core.end(vm, End::killed("its start was given up"));
         }
     }
 }

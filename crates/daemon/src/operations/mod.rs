@@ -8,6 +8,7 @@
 //! ```
 
 mod boot;
+mod boot_stored;
 mod control;
 mod disks;
 mod error;

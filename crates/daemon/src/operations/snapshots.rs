@@ -1,12 +1,14 @@
 //! [`SnapshotControl`] on the real host.
 
+use std::time::Instant;
+
 use futures_util::FutureExt;
 use vmfork_api::{
     ProfileInfo, RemovedSnapshots, Snapshot, SnapshotDetail, SnapshotRequest, StartReply,
     StartRequest, TransferReply, TransferRequest, VerifyReply,
 };
 
-use super::Hub;
+use super::{Hub, boot_stored};
 use vmfork_control::{Answer, ByteStream, SnapshotControl};
 use vmfork_host::quotas::User;
 use vmfork_snapshots::{create, keep, start, transfer};
@@ -35,7 +37,16 @@ impl SnapshotControl for Hub {
         name: &'a str,
         request: StartRequest,
     ) -> Answer<'a, StartReply> {
-        start::start(&self.library, user, name, request).boxed()
+        async move {
+            let began = Instant::now();
+            match tokio::task::block_in_place(|| self.library.disks_to_boot(name))? {
+                None => start::start(&self.library, user, name, request).await,
+                Some(stored) => {
+                    boot_stored::start(self, user, name, request, (stored, began.elapsed())).await
+                }
+            }
+        }
+        .boxed()
     }
 
     fn verify_snapshot<'a>(&'a self, name: &'a str) -> Answer<'a, VerifyReply> {

@@ -29,6 +29,7 @@ fn snapshot(name: &str) -> Snapshot {
         created_unix_ms: 1,
         image: "debian".to_owned(),
         memory_mib: 512,
+        disk_only: false,
         disk_bytes: 0,
         cpus: 1,
         accel: Accel::Tcg,

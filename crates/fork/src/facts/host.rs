@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use tokio::sync::oneshot;
+use vmfork_guest_image::ImageFiles;
 use vmfork_qemu::{DriveContent, Drives, QmpError, Shape, probe};
 
 use super::Facts;
@@ -66,15 +67,35 @@ pub fn shape_and_drives(core: &Core, facts: &Facts) -> Result<(Shape, Drives), E
     facts.check_devices()?;
     let shape = facts.shape().map_err(Unlike::Shape)?;
     let files = facts.spec().drives.iter().map(|drive| {
-        let DriveSpec::Root { blake3 } = drive else { return Ok(None) };
-        let files = match core.images.open_root(&facts.spec().image, blake3) {
-            Ok(Some(files)) => files,
-            _ => open_image(core, &facts.spec().image)?,
-        };
-        facts.check_root(files.metadata.root_blake3())?;
+        let DriveSpec::Root { .. } = drive else { return Ok(None) };
+        let files = same_image_files(core, facts)?;
         Ok(files.root.map(|root| DriveContent::ReadOnly(root.into())))
     });
     let files: Vec<_> = files.filter_map(Result::transpose).collect::<Result<_, Error>>()?;
     let drives = Drives::new(shape.guest, files).map_err(Error::Drives)?;
     Ok((shape, drives))
+}
+
+/// The image that its VM booted from, as it was then, if that is here; else, what has its name now.
+///
+/// # Errors
+/// There is no image of that name here.
+pub fn image_files(core: &Core, facts: &Facts) -> Result<ImageFiles, Error> {
+    let (image, root) = (&facts.spec().image, facts.spec().root_blake3());
+    match root.map(|blake3| core.images.open_root(image, blake3)) {
+        Some(Ok(Some(files))) => Ok(files),
+        _ => Ok(open_image(core, image)?),
+    }
+}
+
+/// The image that its VM booted from, with the same root disk, if it has one of an image.
+///
+/// # Errors
+/// It is missing here, or another one.
+pub fn same_image_files(core: &Core, facts: &Facts) -> Result<ImageFiles, Error> {
+    let files = image_files(core, facts)?;
+    if facts.spec().root_blake3().is_some() {
+        facts.check_root(files.metadata.root_blake3())?;
+    }
+    Ok(files)
 }

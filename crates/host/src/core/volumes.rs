@@ -8,10 +8,7 @@ use std::time::Duration;
 
 use tokio::task::block_in_place;
 use tokio::time::timeout;
-use vmfork_api::{
-    AttachRequest, DetachRequest, Disk, ErrorBody, ErrorCode, ExecRequest, OnFork, VmState,
-};
-use vmfork_control::ExecOutput;
+use vmfork_api::{AttachRequest, DetachRequest, Disk, ErrorBody, ErrorCode, OnFork, VmState};
 use vmfork_guest_link::agent::LinkError;
 use vmfork_qemu::{NbdSocketError, NotReplaced, QmpError};
 
@@ -19,8 +16,8 @@ use super::Core;
 use super::disks::device;
 use crate::disks::{DiskError, MachineDisks, NewlyServed, VolumeError};
 use crate::error::{DOCTOR, VmError, chain, outcome};
-use crate::vm::Vm;
 use crate::vm::machine::Machine;
+use crate::vm::{NotRun, Vm};
 
 /// How long a freeze in progress is waited for.
 pub(super) const TURN_TIMEOUT: Duration = Duration::from_secs(60);
@@ -241,20 +238,11 @@ pub(super) async fn replace(
 /// # Errors
 /// The guest uses it, or does not say.
 async fn not_in_use(vm: &Vm, device: String) -> Result<(), Error> {
-    let argv = ["sh", "-c", IN_USE, "sh", &device].map(ToOwned::to_owned).to_vec();
-    let request = ExecRequest { argv, ..ExecRequest::default() };
-    let mut session = vm.awake_link()?.exec(request, LOOK_TIMEOUT).await?;
-    let exit_code = timeout(LOOK_TIMEOUT, async {
-        while let Some(output) = session.output.recv().await {
-            if let ExecOutput::Exited { exit_code, .. } = output {
-                return Some(exit_code);
-            }
-        }
-        None
-    });
-    match exit_code.await {
-        Ok(Some(0)) => Err(Error::InUse { device }),
-        Ok(Some(1)) => Ok(()),
-        Ok(_) | Err(_) => Err(Error::Unknown { device }),
+    match vm.exit_code(&["sh", "-c", IN_USE, "sh", &device], LOOK_TIMEOUT).await {
+        Ok(0) => Err(Error::InUse { device }),
+        Ok(1) => Ok(()),
+        Err(NotRun::Vm(error)) => Err(error.into()),
+        Err(NotRun::Link(error)) => Err(error.into()),
+        Ok(_) | Err(NotRun::Late { .. } | NotRun::Lost { .. }) => Err(Error::Unknown { device }),
     }
 }

@@ -91,6 +91,8 @@ class SnapshotInfo:
     image: str = ""
     """The guest image that its VM booted from."""
     memory_mib: int = 0
+    disk_only: bool = False
+    """It has no memory: its VMs boot."""
     cpus: int = 0
     accel: Accel
     base: str | None = None

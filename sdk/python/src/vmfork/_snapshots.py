@@ -49,6 +49,7 @@ class Snapshots:
         wait: bool = False,
         compression: str | None = None,
         full: bool = False,
+        disk_only: bool = False,
         keep_zero_pages: bool = False,
         record_s: float | None = None,
         labels: Mapping[str, str] | None = None,
@@ -57,8 +58,8 @@ class Snapshots:
 
         Returns when it runs on or, with ``wait``, when the snapshot is stored; a call that waits
         and is given up leaves nothing. ``full``: no delta, even if the VM was started from a
-        snapshot. For ``record_s`` at most (0: not at all) is recorded what the VM touches next.
-        ``labels`` are added to those of the VM.
+        snapshot. ``disk_only``: without the memory; its VMs boot. For ``record_s`` at most (0: not
+        at all) is recorded what the VM touches next. ``labels`` are added to those of the VM.
         """
         call = protocol.create(
             vm if isinstance(vm, str) else vm._ref,
@@ -66,6 +67,7 @@ class Snapshots:
             wait=wait,
             compression=compression,
             full=full,
+            disk_only=disk_only,
             keep_zero_pages=keep_zero_pages,
             record_s=record_s,
             labels=labels,

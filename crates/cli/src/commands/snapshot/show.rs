@@ -55,9 +55,16 @@ pub(super) fn state(snapshot: &Snapshot) -> String {
 
 /// `210 MiB of 512 MiB as 64 MiB, 12.5 % of its memory`, with the disks' sizes if there are any.
 pub(super) fn stored(snapshot: &Snapshot) -> String {
-    let memory_bytes = snapshot.memory_mib.saturating_mul(1 << 20);
+    let memory_bytes = match snapshot.disk_only {
+        true => 0,
+        false => snapshot.memory_mib.saturating_mul(1 << 20),
+    };
     let all_bytes = memory_bytes.saturating_add(snapshot.disk_bytes);
-    let of_what = if snapshot.disk_bytes == 0 { "memory" } else { "memory and disks" };
+    let of_what = match (snapshot.disk_only, snapshot.disk_bytes) {
+        (true, _) => "disks",
+        (false, 0) => "memory",
+        _ => "memory and disks",
+    };
     let mut text = format!(
         "{} of {} as {}, {} of its {of_what}",
         format::size(snapshot.own_bytes),
@@ -121,6 +128,11 @@ fn render(detail: &SnapshotDetail) -> String {
         ("zero", pages(detail.zero_pages)),
         ("profile", summary(profile)),
     ];
+    if snapshot.disk_only {
+        // Of a memory.
+        fields.retain(|(name, _)| *name != "profile");
+        fields.push(("starts", "by a boot: it has the disks alone".to_owned()));
+    }
     fields.extend(detail.images.iter().map(|of_it| ("holds", image(of_it))));
     if !snapshot.labels.is_empty() {
         let at = fields.iter().position(|(name, _)| *name == "vms").unwrap_or(fields.len());
@@ -206,6 +218,7 @@ pub(super) mod tests {
                 created_unix_ms: 0,
                 image: "debian".to_owned(),
                 memory_mib: 512,
+                disk_only: false,
                 disk_bytes: 0,
                 cpus: 1,
                 accel: Accel::Tcg,

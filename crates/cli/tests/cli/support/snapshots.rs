@@ -60,6 +60,7 @@ fn snapshot(name: &str) -> Snapshot {
         created_unix_ms: age,
         image: "debian".to_owned(),
         memory_mib: 512,
+        disk_only: false,
         disk_bytes: 0,
         cpus: 1,
         accel: Accel::Tcg,
