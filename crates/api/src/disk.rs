@@ -51,10 +51,13 @@ pub enum DiskSource {
         #[schema(value_type = Name)]
         image: String,
     },
-    /// A raw file on the daemon's host. It must not change while a VM uses it.
+    /// A file on the daemon's host. A raw one must not change while a VM uses it.
     File {
         #[schema(value_type = HostPath)]
         path: String,
+        /// Default: `raw`.
+        #[serde(default, skip_serializing_if = "DiskFormat::is_raw")]
+        format: DiskFormat,
     },
     /// A disk of a stored snapshot.
     Snapshot {
@@ -70,6 +73,27 @@ pub enum DiskSource {
         #[schema(value_type = Name)]
         volume: String,
     },
+}
+
+/// What a file with a disk looks like. It is never guessed: a guest writes what it likes to a raw
+/// disk.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum DiskFormat {
+    /// The bytes of the disk. The disk reads them from the file.
+    #[default]
+    Raw,
+    /// QEMU's. It is converted before the disk is there, and not needed later. One with a backing
+    /// file, an external data file or encryption is refused.
+    Qcow2,
+}
+
+impl DiskFormat {
+    /// For `serde`, which gives a reference.
+    #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it")]
+    pub(crate) fn is_raw(&self) -> bool {
+        *self == Self::Raw
+    }
 }
 
 /// For the API's document.
@@ -207,7 +231,7 @@ pub enum DiskState {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DiskError {
     #[error(
-        "disk `{text}`: it has the form NAME=blank:SIZE, NAME=image:IMAGE, NAME=file:PATH, NAME=snapshot:SNAPSHOT/DISK, NAME=volume:VOLUME or NAME=empty"
+        "disk `{text}`: it has the form NAME=blank:SIZE, NAME=image:IMAGE, NAME=file:PATH, NAME=qcow2:PATH, NAME=snapshot:SNAPSHOT/DISK, NAME=volume:VOLUME or NAME=empty"
     )]
     Form { text: String },
     #[error(
@@ -264,7 +288,7 @@ impl NewDisk {
                         return Err(DiskError::Range { name: name() });
                     }
                 }
-                DiskSource::File { path } if !path.starts_with('/') => {
+                DiskSource::File { path, .. } if !path.starts_with('/') => {
                     return Err(DiskError::Path { name: name(), path: path.clone() });
                 }
                 DiskSource::Volume { volume } => {
@@ -311,7 +335,8 @@ impl FromStr for NewDisk {
                 DiskSource::Blank { size_bytes: parse_size(value).ok_or_else(size)? }
             }
             "image" => DiskSource::Image { image: value.to_owned() },
-            "file" => DiskSource::File { path: value.to_owned() },
+            "file" => DiskSource::File { path: value.to_owned(), format: DiskFormat::Raw },
+            "qcow2" => DiskSource::File { path: value.to_owned(), format: DiskFormat::Qcow2 },
             "volume" => DiskSource::Volume { volume: value.to_owned() },
             "snapshot" => {
                 let (snapshot, disk) = value.split_once('/').unwrap_or((value, name));
@@ -386,7 +411,9 @@ mod tests {
         assert_eq!(source("a=blank:2t"), DiskSource::Blank { size_bytes: 2 << 40 });
         assert_eq!(source("a=blank:2097152"), DiskSource::Blank { size_bytes: 2 << 20 });
         assert_eq!(source("a=image:default"), DiskSource::Image { image: "default".to_owned() });
-        assert_eq!(source("a=file:/a=b:c"), DiskSource::File { path: "/a=b:c".to_owned() });
+        let file = |format| DiskSource::File { path: "/a=b:c".to_owned(), format };
+        assert_eq!(source("a=file:/a=b:c"), file(DiskFormat::Raw));
+        assert_eq!(source("a=qcow2:/a=b:c"), file(DiskFormat::Qcow2));
         assert_eq!(source("a=volume:db"), DiskSource::Volume { volume: "db".to_owned() });
         assert_eq!(source("a=empty"), DiskSource::Empty {});
         let stored = |disk: &str| DiskSource::Snapshot {

@@ -78,8 +78,8 @@ pub use cluster::{
     ClusterToken, ClusterTokenRequest, HostLiveness, HostState,
 };
 pub use disk::{
-    Disk, DiskActivity, DiskError, DiskSource, DiskState, Durability, HostDisk, NewDisk,
-    ResizeRequest, Root,
+    Disk, DiskActivity, DiskError, DiskFormat, DiskSource, DiskState, Durability, HostDisk,
+    NewDisk, ResizeRequest, Root,
 };
 pub use error::{ErrorBody, ErrorCode};
 pub use event::{

@@ -5,7 +5,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::disk::{DISK_BYTES_MAX, DISK_BYTES_MIN, DiskSource, disk_name_is_valid};
+use crate::disk::{DISK_BYTES_MAX, DISK_BYTES_MIN, DiskFormat, DiskSource, disk_name_is_valid};
 use crate::schema::{Closed, DiskName, HostPath, Name};
 use crate::{DiskError, Labels};
 
@@ -67,10 +67,13 @@ pub enum VolumeSource {
         #[schema(value_type = DiskName)]
         disk: String,
     },
-    /// A raw file on the daemon's host.
+    /// A file on the daemon's host.
     File {
         #[schema(value_type = HostPath)]
         path: String,
+        /// Default: `raw`.
+        #[serde(default, skip_serializing_if = "DiskFormat::is_raw")]
+        format: DiskFormat,
     },
 }
 
@@ -131,7 +134,7 @@ impl From<VolumeSource> for DiskSource {
         match source {
             VolumeSource::Blank { size_bytes } => Self::Blank { size_bytes },
             VolumeSource::Image { image } => Self::Image { image },
-            VolumeSource::File { path } => Self::File { path },
+            VolumeSource::File { path, format } => Self::File { path, format },
             VolumeSource::Snapshot { snapshot, disk } => Self::Snapshot { snapshot, disk },
         }
     }
@@ -151,7 +154,7 @@ impl VolumeRequest {
                     return Err(DiskError::Range { name: name() });
                 }
             }
-            VolumeSource::File { path } if !path.starts_with('/') => {
+            VolumeSource::File { path, .. } if !path.starts_with('/') => {
                 return Err(DiskError::Path { name: name(), path: path.clone() });
             }
             VolumeSource::Snapshot { disk, .. } if !disk_name_is_valid(disk) => {

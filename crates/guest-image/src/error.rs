@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use crate::artifacts::ArtifactsError;
 use crate::process::RunError;
+use crate::qcow2::Qcow2Error;
 use crate::remedy::{PathError, Remedy};
 use crate::spec::SpecError;
 
@@ -142,6 +143,8 @@ pub enum ImportError {
     #[error("cancelled")]
     Cancelled,
     #[error(transparent)]
+    Qcow2(#[from] Qcow2Error),
+    #[error(transparent)]
     Path(#[from] PathError),
     #[error(transparent)]
     Store(#[from] StoreError),
@@ -154,8 +157,7 @@ impl Remedy for ImportError {
                 Some("use a bzImage (such as /boot/vmlinuz-…) or an uncompressed vmlinux".into())
             }
             Self::NotADisk { .. } => Some(
-                "use a raw file system image; convert a qcow2 with `qemu-img convert -O raw`"
-                    .into(),
+                "use a raw file system image, or add --format qcow2 for one of that format".into(),
             ),
             Self::NotBootable { .. } => Some(
                 "use a raw disk whose first sector ends in the bytes 55 aa, or add --kernel".into(),
@@ -168,6 +170,7 @@ impl Remedy for ImportError {
                 "remove it with `vmfork image rm {name}`, or replace it with --replace"
             )),
             Self::Cancelled => None,
+            Self::Qcow2(e) => e.remedy(),
             Self::Path(e) => e.remedy(),
             Self::Store(e) => e.remedy(),
         }

@@ -6,15 +6,20 @@ use std::fs::File;
 use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
 use std::path::Path;
 
+use vmfork_api::disk::DISK_BYTES_MAX;
+
 use crate::build::{file_info, now_unix_ms};
 use crate::error::{ImportError, StoreError};
 use crate::metadata::{INITRD_FILE, KERNEL_FILE, Metadata, ROOT_FILE, SCHEMA};
 use crate::process::Cancel;
+use crate::qcow2;
 use crate::remedy::AtPath as _;
 use crate::store::Store;
 
 /// For a root file system without the agent in an initrd.
 const DEFAULT_CMDLINE: &str = "console=ttyS0 root=/dev/vda ro panic=-1";
+
+const SECTOR_BYTES: u64 = 512;
 
 /// How to import.
 #[derive(Debug, Clone)]
@@ -25,6 +30,8 @@ pub struct ImportOptions {
     pub agent: bool,
     /// Default guest memory, in MiB.
     pub default_memory_mib: u32,
+    /// The root file system, or the disk that boots, is a qcow2 file.
+    pub is_qcow2: bool,
     /// Put it in place of an image of that name.
     pub replace: bool,
     /// Ends it from elsewhere.
@@ -37,6 +44,7 @@ impl Default for ImportOptions {
             cmdline: None,
             agent: false,
             default_memory_mib: 512,
+            is_qcow2: false,
             replace: false,
             cancel: Cancel::default(),
         }
@@ -66,17 +74,24 @@ impl<'a> Brought<'a> {
         }
     }
 
-    /// → the kernel's version, as far as it tells.
+    /// All but the disk. → the kernel's version, as far as it tells.
     fn check(self) -> Result<String, ImportError> {
         match self {
             Self::Kernel { initrd: None, root: None, .. } => Err(ImportError::NothingToBoot),
-            Self::Kernel { kernel, initrd, root } => {
+            Self::Kernel { kernel, initrd, .. } => {
                 let version = check_kernel(kernel)?;
                 initrd.map_or(Ok(()), check_initrd)?;
-                root.map_or(Ok(()), check_root)?;
                 Ok(version)
             }
-            Self::BootDisk(disk) => check_boot_disk(disk).map(|()| String::new()),
+            Self::BootDisk(_) => Ok(String::new()),
+        }
+    }
+
+    /// The disk, raw.
+    fn check_disk(self, disk: &Path) -> Result<(), ImportError> {
+        match self {
+            Self::Kernel { .. } => check_root(disk),
+            Self::BootDisk(_) => check_boot_disk(disk),
         }
     }
 }
@@ -106,7 +121,15 @@ pub fn import(
     for (from, file_name) in brought.files() {
         let Some(from) = from else { continue };
         let to = staging.path().join(file_name);
-        copy(from, &to, &options.cancel)?;
+        if file_name == ROOT_FILE && options.is_qcow2 {
+            convert(from, &to, &options.cancel)?;
+            brought.check_disk(&to)?;
+        } else {
+            if file_name == ROOT_FILE {
+                brought.check_disk(from)?;
+            }
+            copy(from, &to, &options.cancel)?;
+        }
         let info = file_info(&to).map_err(ImportError::io("read back", &to))?;
         files.insert(file_name.to_owned(), info);
     }
@@ -129,6 +152,15 @@ pub fn import(
     };
     store.commit(staging, &metadata)?;
     Ok(metadata)
+}
+
+fn convert(from: &Path, to: &Path, cancel: &Cancel) -> Result<(), ImportError> {
+    let target = File::create(to).map_err(ImportError::io("make", to))?;
+    let found = rustix::fs::fstatvfs(&target);
+    let found = found.map_err(|errno| ImportError::io("look at", to)(errno.into()))?;
+    let free_bytes = found.f_bavail.saturating_mul(found.f_frsize);
+    let (min_bytes, max_bytes) = (SECTOR_BYTES, DISK_BYTES_MAX);
+    Ok(qcow2::convert(from, to, qcow2::Bounds { min_bytes, max_bytes, free_bytes }, cancel)?)
 }
 
 fn head(path: &Path, bytes: u64) -> Result<(Vec<u8>, u64), ImportError> {
@@ -191,8 +223,8 @@ fn check_root(path: &Path) -> Result<(), ImportError> {
     if head.is_empty() {
         refuse("not a file, or empty")
     } else if head.starts_with(b"QFI\xfb") {
-        refuse("a qcow2 image")
-    } else if bytes % 512 != 0 {
+        refuse("a qcow2 file")
+    } else if bytes % SECTOR_BYTES != 0 {
         refuse("its length is not a multiple of 512 bytes")
     } else {
         Ok(())
@@ -201,7 +233,6 @@ fn check_root(path: &Path) -> Result<(), ImportError> {
 
 /// The firmware starts a disk only by this mark at the end of its first sector.
 fn check_boot_disk(path: &Path) -> Result<(), ImportError> {
-    const SECTOR_BYTES: u64 = 512;
     let (head, _) = head(path, SECTOR_BYTES)?;
     if head.get(510..512) == Some(&[0x55, 0xaa]) {
         check_root(path)
@@ -310,8 +341,8 @@ mod tests {
             format!("{what} is not an x86-64 kernel: neither a bzImage nor an ELF")
         );
         let error = check_root(&path).unwrap_err();
-        assert!(error.remedy().unwrap().contains("qemu-img convert"));
-        assert_eq!(text(error), format!("{what} cannot be a root file system: a qcow2 image"));
+        assert!(error.remedy().unwrap().contains("--format qcow2"));
+        assert_eq!(text(error), format!("{what} cannot be a root file system: a qcow2 file"));
         assert!(check_initrd(&path).is_err());
         assert!(check_root(Path::new("/dev/null")).is_err());
         fs::write(&path, &bzimage()[..0x208]).unwrap();

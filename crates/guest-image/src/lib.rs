@@ -1,5 +1,6 @@
 //! Guest images: what a VM boots from. Building one from Debian's packages, importing one that the
-//! user brings, taking one in from another host, listing, opening and removing them.
+//! user brings, taking one in from another host, listing, opening and removing them. Besides, qcow2
+//! files that users bring, for images and disks.
 //!
 //! ```text
 //!   <store>/NAME/image.json   Metadata: kernel version, command line, hashes
@@ -44,6 +45,7 @@ mod metadata;
 mod modules;
 mod process;
 mod progress;
+pub mod qcow2;
 mod remedy;
 mod spec;
 mod store;

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use vmfork_guest_image::{Brought, ExtraFile, ImportOptions, Spec};
 
 use super::{misuse, value};
-use crate::args::{RawImage, RawImageBuild, RawImageImport};
+use crate::args::{RawFormat, RawImage, RawImageBuild, RawImageImport};
 use crate::failure::{Misuse, with_remedy};
 
 /// Name and contents of the image that is built when nothing is said.
@@ -101,6 +101,7 @@ fn import(raw: RawImageImport) -> Result<ImportConfig, Misuse> {
         cmdline: raw.cmdline,
         agent: raw.agent,
         replace: raw.replace,
+        is_qcow2: raw.format == RawFormat::Qcow2,
         ..ImportOptions::default()
     };
     if let Some(text) = raw.memory {

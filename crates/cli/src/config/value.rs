@@ -68,7 +68,7 @@ pub(super) fn disks(texts: &[String], root: Option<Root>) -> Result<Vec<NewDisk>
     let mut disks: Vec<NewDisk> =
         texts.iter().map(|text| text.parse()).collect::<Result<_, _>>().map_err(refused)?;
     for disk in &mut disks {
-        if let DiskSource::File { path } = &mut disk.source {
+        if let DiskSource::File { path, .. } = &mut disk.source {
             *path = absolute(path);
         }
     }

@@ -1,8 +1,8 @@
 //! What `vmfork volume` is to do.
 
 use vmfork_api::{
-    AttachRequest, DetachRequest, LabelFilter, OnFork, OnForkRequest, ResizeRequest, VolumeRequest,
-    VolumeSource, disk,
+    AttachRequest, DetachRequest, DiskFormat, LabelFilter, OnFork, OnForkRequest, ResizeRequest,
+    VolumeRequest, VolumeSource, disk,
 };
 
 use super::{misuse, value};
@@ -86,22 +86,25 @@ fn create(raw: RawVolumeCreate) -> Result<VolumeRequest, Misuse> {
     Ok(request)
 }
 
-/// `image:IMAGE`, `snapshot:SNAPSHOT/DISK` or `file:PATH`. A path is of the folder that the command
-/// is called in.
+/// `image:IMAGE`, `snapshot:SNAPSHOT/DISK`, `file:PATH` or `qcow2:PATH`. A path is of the folder
+/// that the command is called in.
 fn source(text: &str) -> Result<VolumeSource, Misuse> {
     match text.split_once(':') {
         Some(("image", image)) => {
             Ok(VolumeSource::Image { image: value::name(image.to_owned(), "image's name")? })
         }
         Some(("file", path)) if !path.is_empty() => {
-            Ok(VolumeSource::File { path: value::absolute(path) })
+            Ok(VolumeSource::File { path: value::absolute(path), format: DiskFormat::Raw })
+        }
+        Some(("qcow2", path)) if !path.is_empty() => {
+            Ok(VolumeSource::File { path: value::absolute(path), format: DiskFormat::Qcow2 })
         }
         Some(("snapshot", stored)) if let Some((snapshot, disk)) = stored.split_once('/') => {
             let snapshot = value::name(snapshot.to_owned(), "snapshot's name")?;
             Ok(VolumeSource::Snapshot { snapshot, disk: disk.to_owned() })
         }
         _ => misuse(format!(
-            "--from {text}: write it as image:IMAGE, snapshot:SNAPSHOT/DISK or file:PATH"
+            "--from {text}: write it as image:IMAGE, snapshot:SNAPSHOT/DISK, file:PATH or qcow2:PATH"
         )),
     }
 }
@@ -135,12 +138,14 @@ mod tests {
         assert_eq!(image, VolumeSource::Image { image: "default".to_owned() });
         assert_eq!(on_fork, OnFork::ReadOnly);
         let (file, _) = source("create db --from file:/a:b");
-        assert_eq!(file, VolumeSource::File { path: "/a:b".to_owned() });
+        let of_format = |format| VolumeSource::File { path: "/a:b".to_owned(), format };
+        assert_eq!(file, of_format(DiskFormat::Raw));
+        assert_eq!(source("create db --from qcow2:/a:b").0, of_format(DiskFormat::Qcow2));
         let (stored, _) = source("create db --from snapshot:warm/data");
         let (snapshot, disk) = ("warm".to_owned(), "data".to_owned());
         assert_eq!(stored, VolumeSource::Snapshot { snapshot, disk });
         let (relative, _) = source("create db --from file:db.raw");
-        assert!(matches!(relative, VolumeSource::File { path } if path.starts_with('/')));
+        assert!(matches!(relative, VolumeSource::File { path, .. } if path.starts_with('/')));
     }
 
     #[test]

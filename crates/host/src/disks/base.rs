@@ -7,7 +7,8 @@ use std::time::Duration;
 use tokio::sync::{Semaphore, oneshot};
 use tokio::time::timeout;
 use vmfork_api::disk::{DISK_BYTES_MAX, DISK_BYTES_MIN};
-use vmfork_disk::{Base, DiskImage, DiskStore, ImageError};
+use vmfork_disk::{Base, DiskImage, DiskStore};
+use vmfork_guest_image::qcow2::looks_like_qcow2;
 
 use super::DiskError;
 
@@ -33,7 +34,15 @@ impl Bases {
     /// # Errors
     /// It can't be read, or does not answer.
     pub(super) async fn open(&self, path: PathBuf) -> Result<DiskImage, DiskError> {
-        self.opened(path, DiskImage::raw).await
+        self.opened(path, |path| {
+            let image = DiskImage::raw(path)?;
+            // The disk would hold QEMU's tables.
+            match looks_like_qcow2(path) {
+                Ok(true) => Err(DiskError::IsQcow2 { path: path.to_owned() }),
+                Ok(false) | Err(_) => Ok(image),
+            }
+        })
+        .await
     }
 
     /// A file that may go, or be replaced, while disks are on it.
@@ -42,13 +51,13 @@ impl Bases {
     /// As [`Bases::open`].
     pub(super) async fn keep(&self, path: PathBuf) -> Result<DiskImage, DiskError> {
         let store = Arc::clone(&self.store);
-        self.opened(path, move |path| store.base(path)).await
+        self.opened(path, move |path| Ok(store.base(path)?)).await
     }
 
     async fn opened(
         &self,
         path: PathBuf,
-        open: impl FnOnce(&Path) -> Result<DiskImage, ImageError> + Send + 'static,
+        open: impl FnOnce(&Path) -> Result<DiskImage, DiskError> + Send + 'static,
     ) -> Result<DiskImage, DiskError> {
         let late = || DiskError::Late { path: path.clone(), after: OPEN_TIMEOUT };
         let opened = timeout(OPEN_TIMEOUT, async {
@@ -62,7 +71,7 @@ impl Bases {
                 let _given_up = tell.send(open(&of_thread));
             });
             thread.map_err(DiskError::Thread)?;
-            Ok(told.await.map_err(|_panicked| late())??)
+            told.await.map_err(|_panicked| late())?
         });
         opened.await.map_err(|_late| late())?
     }

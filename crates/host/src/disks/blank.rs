@@ -1,7 +1,6 @@
 //! Empty file systems, made once for each size.
 
 use std::collections::VecDeque;
-use std::fs;
 use std::io;
 use std::path::PathBuf;
 use std::process::Stdio;
@@ -13,6 +12,7 @@ use vmfork_disk::DiskImage;
 
 use super::DiskError;
 use super::base::Bases;
+use super::scratch::Scratch;
 
 /// The program that makes them, of Debian's `e2fsprogs`.
 const MKE2FS: &str = "mke2fs";
@@ -35,26 +35,17 @@ pub enum BlankError {
 }
 
 /// Those that were made last, by size. All disks of one size begin as the same image.
-///
-/// The store has their files: each goes with the last image that needs it.
 #[derive(Debug)]
 pub(super) struct Blanks {
-    folder: PathBuf,
+    scratch: Scratch,
     /// The newest last. Held while one is made: the next request of that size wants the same.
     made: Mutex<VecDeque<(u64, DiskImage)>>,
 }
 
 impl Blanks {
-    /// Makes files in `folder`, and removes what a daemon that was killed left there.
-    pub(super) fn open(folder: PathBuf) -> Result<Self, BlankError> {
-        fs::create_dir_all(&folder).map_err(BlankError::File)?;
-        for entry in fs::read_dir(&folder).map_err(BlankError::File)?.flatten() {
-            let path = entry.path();
-            if let Err(error) = fs::remove_file(&path) {
-                tracing::warn!(path = %path.display(), %error, "remove the file of an empty disk");
-            }
-        }
-        Ok(Self { folder, made: Mutex::default() })
+    /// Makes files in `folder`.
+    pub(super) fn open(folder: PathBuf) -> io::Result<Self> {
+        Ok(Self { scratch: Scratch::open(folder)?, made: Mutex::default() })
     }
 
     /// An empty ext4 file system of `size_bytes`.
@@ -77,8 +68,7 @@ impl Blanks {
 
     /// Its name here goes when it is dropped.
     async fn make(&self, size_bytes: u64) -> Result<NamedTempFile, BlankError> {
-        let file = tempfile::Builder::new().prefix("new-").tempfile_in(&self.folder);
-        let file = file.map_err(BlankError::File)?;
+        let file = self.scratch.file().map_err(BlankError::File)?;
         file.as_file().set_len(size_bytes).map_err(BlankError::File)?;
         let mut command = tokio::process::Command::new(MKE2FS);
         command.args(["-q", "-F", "-t", "ext4", "-b", "4096", "-m", "0", "-E"]);
@@ -98,6 +88,8 @@ impl Blanks {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     #[tokio::test]

@@ -19,6 +19,8 @@ mod base;
 mod blank;
 mod health;
 mod left;
+mod qcow2;
+mod scratch;
 mod served;
 mod stored;
 mod volumes;
@@ -31,7 +33,9 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use vmfork_api::disk::DISK_BYTES_MIN;
-use vmfork_api::{DiskSource, Durability, ErrorCode, NewDisk, OnFork, Volume, VolumeRequest};
+use vmfork_api::{
+    DiskFormat, DiskSource, Durability, ErrorCode, NewDisk, OnFork, Volume, VolumeRequest,
+};
 use vmfork_disk::{Base, Disk, DiskImage, DiskSet, DiskStore, ImageError, RawError, StoreOptions};
 
 pub use self::blank::BlankError;
@@ -42,6 +46,8 @@ pub use self::stored::{OnBase, StoredBases, StoredError};
 use self::volumes::Volumes;
 pub use self::volumes::{OfVolume, VolumeError, VolumeLease};
 pub use vmfork_disk::layer::LayerError;
+
+use vmfork_guest_image::qcow2::Qcow2Error;
 
 use crate::error::DOCTOR;
 use crate::metrics::Metrics;
@@ -149,6 +155,16 @@ pub enum DiskError {
     /// A request was dropped that would have been answered.
     #[error("it was given up")]
     GivenUp,
+    #[error("a folder for files of disks")]
+    Scratch(#[source] io::Error),
+    #[error("`{}` is a qcow2 file, or begins like one", path.display())]
+    IsQcow2 { path: PathBuf },
+    #[error("convert a qcow2 file")]
+    Qcow2 {
+        #[source]
+        source: Box<Qcow2Error>,
+        remedy: Option<String>,
+    },
 }
 
 impl DiskError {
@@ -164,6 +180,7 @@ impl DiskError {
             | Self::Empty { .. }
             | Self::Range { .. }
             | Self::Size { .. }
+            | Self::IsQcow2 { .. }
             | Self::NoRoot { .. } => ErrorCode::BadRequest,
             Self::Changed { .. }
             | Self::InUse
@@ -173,6 +190,14 @@ impl DiskError {
             | Self::NoVm
             | Self::Shared => ErrorCode::Conflict,
             Self::Unknown { .. } => ErrorCode::NotFound,
+            Self::Qcow2 { source, .. } => match **source {
+                Qcow2Error::Other { .. }
+                | Qcow2Error::Refused { .. }
+                | Qcow2Error::Range { .. }
+                | Qcow2Error::Unreadable { .. } => ErrorCode::BadRequest,
+                Qcow2Error::Full { .. } => ErrorCode::NoCapacity,
+                _ => ErrorCode::Host,
+            },
             Self::Volume(error) => error.code(),
             Self::Stored(error) => error.code,
             Self::Image(_)
@@ -185,6 +210,7 @@ impl DiskError {
             | Self::Layer(_)
             | Self::Serve(_)
             | Self::Volumes(_)
+            | Self::Scratch(_)
             | Self::GivenUp => ErrorCode::Host,
         }
     }
@@ -224,9 +250,13 @@ impl DiskError {
             Self::Shared => Some("end the VMs that have it first"),
             Self::Left(_) => Some("`vmfork disk rm` removes what can't be read any more"),
             Self::Blank(BlankError::Run(_)) => Some("`apt-get install e2fsprogs`"),
-            Self::Blank(_) | Self::Layer(_) | Self::Serve(_) | Self::Volumes(_) => {
-                Some("is the disk of the state folder full?")
-            }
+            Self::IsQcow2 { .. } => Some("name it `qcow2:PATH`, which converts it"),
+            Self::Qcow2 { remedy, .. } => remedy.as_deref(),
+            Self::Blank(_)
+            | Self::Layer(_)
+            | Self::Serve(_)
+            | Self::Volumes(_)
+            | Self::Scratch(_) => Some("is the disk of the state folder full?"),
             Self::Volume(error) => Some(error.remedy()),
             Self::Stored(error) => error.remedy.as_deref(),
             Self::GivenUp | Self::NoStore => None,
@@ -250,6 +280,7 @@ pub struct HostDisks {
     volumes: Volumes,
     accounts: accounts::Accounts,
     blanks: blank::Blanks,
+    converter: qcow2::Converter,
     bases: base::Bases,
     stored: stored::Known,
     /// Each QEMU's sockets are in a folder of its own here.
@@ -274,11 +305,12 @@ impl HostDisks {
         } else {
             tracing::error!("no layer of an earlier daemon is removed: it may be of a volume");
         }
-        let blanks = blank::Blanks::open(folder.join("blank"))?;
+        let blanks = blank::Blanks::open(folder.join("blank")).map_err(DiskError::Scratch)?;
+        let converter = qcow2::Converter::open(folder.join("qcow2")).map_err(DiskError::Scratch)?;
         let next = AtomicU64::new(first_free(&sockets).map_err(DiskError::Serve)?);
         let bases = base::Bases::new(Arc::clone(&store));
         let (live, stored) = (left::Live::default(), stored::Known::default());
-        Ok(Self { store, live, volumes, accounts, blanks, bases, stored, sockets, next })
+        Ok(Self { store, live, volumes, accounts, blanks, converter, bases, stored, sockets, next })
     }
 
     /// With bounds for what all disks hold, and for those of each user.
@@ -333,7 +365,10 @@ impl HostDisks {
         let image = match source {
             DiskSource::Blank { size_bytes } => self.blanks.get(*size_bytes, &self.bases).await?,
             DiskSource::Image { image } => self.bases.keep(root_of(image)?).await?,
-            DiskSource::File { path } => {
+            DiskSource::File { path, format: DiskFormat::Qcow2 } => {
+                self.converter.get(path.into(), &self.bases).await?
+            }
+            DiskSource::File { path, format: DiskFormat::Raw } => {
                 let opened = self.bases.open(path.into()).await;
                 opened.map_err(|error| match error {
                     DiskError::Image(error) => DiskError::File(error),
@@ -356,7 +391,7 @@ impl HostDisks {
             empty: false,
             read_only: false,
         };
-        let on_clients_file = matches!(source, DiskSource::File { .. });
+        let on_clients_file = matches!(source, DiskSource::File { format: DiskFormat::Raw, .. });
         let set = self.accounts.of_host();
         Ok(DiskContent { spec, image, set, on_clients_file, lease: None })
     }

@@ -42,6 +42,7 @@ class AsyncVolumes:
         size_bytes: int | None = None,
         image: str | None = None,
         file: str | None = None,
+        qcow2: str | None = None,
         snapshot: tuple[str, str] | None = None,
         on_fork: str | None = None,
         labels: Mapping[str, str] | None = None,
@@ -50,14 +51,15 @@ class AsyncVolumes:
 
         ``size_bytes``: it holds an empty ext4 file system of that size. ``image``: a copy of the
         root file system of that guest image. ``file``: a copy of that raw file on the daemon's
-        host. ``snapshot``: a stored snapshot and a disk of it, which is copied. ``on_fork``: see
-        :class:`OnFork`; default :attr:`OnFork.FORK`.
+        host; ``qcow2``: of a file in that format. ``snapshot``: a stored snapshot and a disk of
+        it, which is copied. ``on_fork``: see :class:`OnFork`; default :attr:`OnFork.FORK`.
         """
         call = protocol.create(
             name,
             size_bytes=size_bytes,
             image=image,
             file=file,
+            qcow2=qcow2,
             snapshot=snapshot,
             on_fork=on_fork,
             labels=labels,

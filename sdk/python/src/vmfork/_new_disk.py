@@ -35,6 +35,14 @@ class NewDisk:
         return cls(name, {"type": "file", "path": path})
 
     @classmethod
+    def qcow2(cls, name: str, path: str) -> NewDisk:
+        """What a qcow2 file on the daemon's host holds. It is converted before the VM starts.
+
+        One with a backing file, an external data file or encryption is refused.
+        """
+        return cls(name, {"type": "file", "path": path, "format": "qcow2"})
+
+    @classmethod
     def snapshot(cls, name: str, snapshot: str, disk: str | None = None) -> NewDisk:
         """A disk of a stored snapshot; default: the one of the same name."""
         source = {"type": "snapshot", "snapshot": snapshot, "disk": disk or name}

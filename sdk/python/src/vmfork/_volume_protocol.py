@@ -31,6 +31,7 @@ def create(
     size_bytes: int | None,
     image: str | None,
     file: str | None,
+    qcow2: str | None,
     snapshot: tuple[str, str] | None,
     on_fork: str | None,
     labels: Mapping[str, str] | None,
@@ -45,10 +46,12 @@ def create(
         )
         if value is not None
     ]
+    if qcow2 is not None:
+        sources.append({"type": "file", "path": qcow2, "format": "qcow2"})
     if snapshot is not None:
         sources.append({"type": "snapshot", "snapshot": snapshot[0], "disk": snapshot[1]})
     if len(sources) != 1:
-        raise ValueError(f"volume {name!r}: give one of size_bytes, image, file and snapshot")
+        raise ValueError(f"volume {name!r}: give one of size_bytes, image, file, qcow2, snapshot")
     body = _without_none(name=name, source=sources[0], on_fork=on_fork, labels=_labels(labels))
     return Call(
         f"create volume `{name}`",

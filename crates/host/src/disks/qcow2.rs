@@ -1,0 +1,80 @@
+//! qcow2 files of clients: disks begin with the raw file that is made of one.
+
+use std::io;
+use std::path::PathBuf;
+
+use tokio::sync::{Semaphore, oneshot};
+use vmfork_api::disk::{DISK_BYTES_MAX, DISK_BYTES_MIN};
+use vmfork_disk::DiskImage;
+use vmfork_guest_image::qcow2::{Bounds, Qcow2Error, convert};
+use vmfork_guest_image::{Cancel, Remedy as _};
+
+use super::base::Bases;
+use super::scratch::Scratch;
+use super::{DiskError, FLOOR_BYTES};
+
+/// How many are converted at a time: each takes a processor and the medium.
+const TURNS: usize = 2;
+
+/// Converts files, and forgets them: a disk that begins with the same file later gets a new copy,
+/// because the file may have changed.
+#[derive(Debug)]
+pub(super) struct Converter {
+    scratch: Scratch,
+    turns: Semaphore,
+}
+
+/// Ends a conversion that no client waits for.
+struct OnDrop(Cancel);
+
+impl Drop for OnDrop {
+    fn drop(&mut self) {
+        self.0.cancel();
+    }
+}
+
+impl Converter {
+    pub(super) fn open(folder: PathBuf) -> io::Result<Self> {
+        Ok(Self { scratch: Scratch::open(folder)?, turns: Semaphore::new(TURNS) })
+    }
+
+    /// What the disk in a qcow2 file holds.
+    ///
+    /// # Errors
+    /// It can't be converted, or does not fit.
+    pub(super) async fn get(&self, path: PathBuf, bases: &Bases) -> Result<DiskImage, DiskError> {
+        let _turn = self.turns.acquire().await.map_err(|_closed| DiskError::GivenUp)?;
+        let file = self.scratch.file().map_err(DiskError::Scratch)?;
+        let bounds = Bounds {
+            min_bytes: DISK_BYTES_MIN,
+            max_bytes: DISK_BYTES_MAX,
+            free_bytes: self.free_bytes().map_err(DiskError::Scratch)?,
+        };
+        let cancel = Cancel::default();
+        let _on_drop = OnDrop(cancel.clone());
+        let (tell, told) = oneshot::channel();
+        let (from, to) = (path, file.path().to_owned());
+        // Not a thread of the runtime: the daemon's end would wait for it.
+        let thread = std::thread::Builder::new().name("qcow2".to_owned());
+        let thread = thread.spawn(move || {
+            let _given_up = tell.send(convert(&from, &to, bounds, &cancel));
+        });
+        thread.map_err(DiskError::Thread)?;
+        let converted = told.await.map_err(|_panicked| DiskError::GivenUp)?;
+        converted.map_err(DiskError::from)?;
+        bases.keep(file.path().to_owned()).await
+    }
+
+    /// What may be written beside the space that disks leave to the host.
+    fn free_bytes(&self) -> io::Result<u64> {
+        let found = rustix::fs::statvfs(self.scratch.folder())?;
+        Ok(found.f_bavail.saturating_mul(found.f_frsize).saturating_sub(FLOOR_BYTES))
+    }
+}
+
+impl From<Qcow2Error> for DiskError {
+    fn from(source: Qcow2Error) -> Self {
+        let remedy = source.remedy();
+        Self::Qcow2 { source: Box::new(source), remedy }
+    }
+}
