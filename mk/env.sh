@@ -58,12 +58,18 @@ step() {
 
 # test_inputs [PATHSPEC…]: hashes of what tests may read besides the programs that they run. These
 # are files of the checkout, but for what a pathspec excludes, and the host's kernel, packages and
-# number of cores.
+# number of cores. What VMFORK_ variables say counts, too. It fails if any of that can't be told.
 test_inputs() {
-	git ls-files -coz --exclude-standard -- . ':!*.rs' "$@" | xargs -0 sha256sum
-	uname -r
-	nproc
-	cat /var/lib/dpkg/status
+	inputs=$(mktemp) || return 1
+	{
+		git ls-files -coz --exclude-standard -- . ':!*.rs' "$@" >"$inputs" &&
+			[ -s "$inputs" ] && xargs -0 sha256sum <"$inputs" &&
+			uname -srvm && nproc && ls -l /dev/kvm /dev/userfaultfd 2>&1 &&
+			grep MemTotal /proc/meminfo && cat /var/lib/dpkg/status &&
+			env | grep '^VMFORK_' | grep -v '^VMFORK_TEST_\(CACHE\|TIMES\|PASSED\|INPUTS\)=' | sort
+	} && rm -f "$inputs" && return
+	rm -f "$inputs"
+	return 1
 }
 
 # Lints and builds in one pass: mk/lint-rustc.sh stands in for rustc. All tests go through here:

@@ -29,15 +29,31 @@ end_beside() {
 	wait "$beside" || true
 }
 
+# What the black-box tests depend on; nothing if that can't be told.
+black_box_inputs() {
+	told=$(mktemp)
+	{
+		(cd "$TEST_OUT" && find . ! -type d -print0 | sort -z | xargs -0 sha256sum) &&
+			cat "$CACHE/test-images/images/"*/image.json && test_inputs ':!tests/test_*.py'
+	} >"$told" && sha256sum <"$told" | cut -d ' ' -f 1
+	rm -f "$told"
+}
+
 # Without arguments, what has passed with the same programs, files and host is not run again.
 skip_unchanged() {
-	[ "$#" = 0 ] && [ -z "${VMFORK_TEST_ALL:-}" ] || return 0
 	VMFORK_TEST_PASSED=$TARGET/test-passed/black-box
-	VMFORK_TEST_INPUTS=$({
-		(cd "$TEST_OUT" && find . ! -type d -print0 | sort -z | xargs -0 sha256sum)
-		test_inputs ':!tests/test_*.py'
-	} 2>&1 | sha256sum | cut -d ' ' -f 1)
-	export VMFORK_TEST_PASSED VMFORK_TEST_INPUTS
+	export VMFORK_TEST_PASSED
+	[ "$#" = 0 ] && [ -z "${VMFORK_TEST_ALL:-}${VMFORK_TEST_SEED:-}${PYTEST_ADDOPTS:-}" ] || return 0
+	VMFORK_TEST_INPUTS=$(black_box_inputs)
+	export VMFORK_TEST_INPUTS
+}
+
+# Something has changed while they ran.
+forget_changed() {
+	[ -n "${VMFORK_TEST_INPUTS:-}" ] || return 0
+	began_with=$VMFORK_TEST_INPUTS
+	unset VMFORK_TEST_INPUTS
+	[ "$(black_box_inputs)" = "$began_with" ] || rm -rf "$TARGET/test-passed/black-box"
 }
 
 black_box() { "$PYTHON" -m pytest -p no:cacheprovider -n 3 --dist loadgroup --durations=40 tests "$@"; }
@@ -62,6 +78,7 @@ step "guest library" guest_library
 flock "$CACHE/test-images/lock" true
 skip_unchanged "$@"
 step "black box tests" black_box "$@"
+forget_changed
 step "what is left of the integration tests" join_beside
 trap - EXIT
 say "all tests passed in $(($(date +%s) - began)) s; the time of each step and test: ${TIMES#"$ROOT/"}/"

@@ -47,7 +47,7 @@ from harness.waits import LimitExceeded, limit  # noqa: E402
 # type Ctrl-C at what they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-_LEFT_OUT = pytest.StashKey[int]()
+_PASSED = pytest.StashKey[unchanged.Passed]()
 
 LIMIT_DEFAULT_S = 180.0
 LIMIT_SETUP_S = 1500.0  # the image may have to be built
@@ -86,7 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "alone: no test of another process runs meanwhile")
     if not config.pluginmanager.hasplugin("xdist"):
         config.addinivalue_line("markers", "xdist_group(name): tests of one group run in one process")
-    config.stash[_LEFT_OUT] = unchanged.count(HERE)
+    config.stash[_PASSED] = unchanged.Passed(HERE)
     processes.become_subreaper()
 
 
@@ -128,13 +128,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What has passed with the same inputs."""
-    passed = unchanged.passed(item.path for item in items)
-    tests = collections.Counter((item.path, _name(item.nodeid)) for item in items)
-    left_out = [
-        item
-        for item in items
-        if _name(item.nodeid) in passed.get(item.path, ()) and tests[item.path, _name(item.nodeid)] == 1
-    ]
+    passed = config.stash[_PASSED]
+    left_out = [item for item in items if _name(item.nodeid) in passed.tests(item.path)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
@@ -242,20 +237,40 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         part = Path(f"{path}.new")
         part.write_text(json.dumps(_times, indent=1) + "\n")
         part.replace(path)
-    passed: dict[str, set[str]] = {}
+    _keep(session)
+
+
+def _keep(session: pytest.Session) -> None:
+    """Modules that have passed as a whole are known from now on, and those that failed no more."""
+    passed = session.config.stash[_PASSED]
+    good = {"setup passed", "call passed", "teardown passed", "setup skipped", "call skipped"}
+    tests = collections.defaultdict(set)
+    failed_groups, failed = set(), set()
     for nodeid, outcomes in _outcomes.items():
-        if outcomes == {"setup passed", "call passed", "teardown passed"}:
-            passed.setdefault(nodeid.partition("::")[0], set()).add(_name(nodeid))
-    for module, names in passed.items():
-        unchanged.keep(session.config.rootpath / module, names)
-    if session.config.stash[_LEFT_OUT] and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        module = nodeid.partition("::")[0]
+        group = nodeid.rpartition("@")[2]
+        tests[module].add(nodeid)
+        if not outcomes <= good or "teardown passed" not in outcomes:
+            failed.add(module)
+            failed_groups.add(group)
+    # Tests of several modules share hosts.
+    for module, nodeids in tests.items():
+        if any(nodeid.rpartition("@")[2] in failed_groups for nodeid in nodeids):
+            failed.add(module)
+    passed.forget(Path(module).stem for module in failed)
+    is_whole = session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    for module in set(tests) - failed if is_whole else ():
+        # One that was skipped is run again.
+        ran = {_name(nodeid) for nodeid in tests[module] if "call passed" in _outcomes[nodeid]}
+        passed.keep(HERE / module, ran | passed.tests(HERE / module))
+    if passed.count() and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
         session.exitstatus = pytest.ExitCode.OK
 
 
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    if left_out := config.stash[_LEFT_OUT]:
+    if left_out := config.stash[_PASSED].count():
         terminalreporter.section("not run again", yellow=True)
         why = "they have passed with the same programs, files and host"
         terminalreporter.write_line(f"{left_out} tests: {why}; VMFORK_TEST_ALL=1 runs them")

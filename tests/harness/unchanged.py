@@ -1,9 +1,12 @@
-"""Tests that have passed with the same inputs, and are not run again.
+"""Modules of tests that have passed with the same inputs, and are not run again.
 
 `mk/test.sh` gives a folder (VMFORK_TEST_PASSED) and the hash of what all modules have in common
-(VMFORK_TEST_INPUTS): programs, harness, documents, the host. Without these, all tests run. A
+(VMFORK_TEST_INPUTS): programs, harness, documents, the host. Without the hash, all tests run. A
 module's own source is hashed here. So a change to one module runs that one again, and any other
-change runs all. What failed or was skipped is run again, too.
+change runs all.
+
+A module is recorded whole or not at all: its tests share a daemon, whose end judges all of them.
+What fails is forgotten, whichever run it fails in.
 """
 
 from __future__ import annotations
@@ -14,40 +17,46 @@ from collections.abc import Iterable
 from pathlib import Path
 
 
-def _record(module: Path) -> Path | None:
-    """The file with the names of the module's tests that have passed; `None`: all are run."""
-    folder, inputs = os.environ.get("VMFORK_TEST_PASSED"), os.environ.get("VMFORK_TEST_INPUTS")
-    if not folder or not inputs:
-        return None
-    hashed = hashlib.sha256(inputs.encode() + module.read_bytes()).hexdigest()[:32]
-    return Path(folder) / f"{module.stem}-{hashed}"
+class Passed:
+    """What has passed, as it was known when this was made."""
 
+    def __init__(self, folder: Path) -> None:
+        """Of the modules in `folder`."""
+        kept = os.environ.get("VMFORK_TEST_PASSED")
+        self._kept = Path(kept) if kept else None
+        self._inputs = os.environ.get("VMFORK_TEST_INPUTS")
+        self._records = {module: self._record(module) for module in folder.glob("test_*.py")}
+        found = {module: record for module, record in self._records.items() if record and record.is_file()}
+        self._tests = {module: set(record.read_text().splitlines()) for module, record in found.items()}
 
-def passed(modules: Iterable[Path]) -> dict[Path, set[str]]:
-    """The names of the tests of these modules that need not run."""
-    found = {module: _record(module) for module in set(modules)}
-    return {
-        module: set(record.read_text().splitlines())
-        for module, record in found.items()
-        if record is not None and record.is_file()
-    }
+    def _record(self, module: Path) -> Path | None:
+        if not self._kept or not self._inputs:
+            return None
+        hashed = hashlib.sha256(self._inputs.encode() + module.read_bytes()).hexdigest()[:32]
+        return self._kept / f"{module.stem}-{hashed}"
 
+    def tests(self, module: Path) -> set[str]:
+        """The names of a module's tests that need not run."""
+        return self._tests.get(module, set())
 
-def count(folder: Path) -> int:
-    """How many tests of all modules in a folder need not run."""
-    return sum(len(names) for names in passed(folder.glob("test_*.py")).values())
+    def count(self) -> int:
+        """How many there are of all modules."""
+        return sum(len(names) for names in self._tests.values())
 
+    def keep(self, module: Path, names: set[str]) -> None:
+        """A module has passed with these tests. If it has changed since, it is another one."""
+        record = self._records.get(module)
+        if record is None or not module.is_file() or self._record(module) != record:
+            return
+        self.forget([module.stem])
+        record.parent.mkdir(parents=True, exist_ok=True)
+        part = record.with_name(f".{record.name}.{os.getpid()}")
+        part.write_text("".join(f"{name}\n" for name in sorted(names)))
+        part.replace(record)
 
-def keep(module: Path, names: set[str]) -> None:
-    """These tests of a module have passed. Records of other inputs go."""
-    record = _record(module)
-    if record is None or not names:
-        return
-    record.parent.mkdir(parents=True, exist_ok=True)
-    for other in record.parent.glob(f"{module.stem}-*"):
-        if other.name.rpartition("-")[0] == module.stem and other != record:
-            other.unlink(missing_ok=True)
-    before = set(record.read_text().splitlines()) if record.is_file() else set()
-    part = record.with_name(f".{record.name}.part")
-    part.write_text("".join(f"{name}\n" for name in sorted(before | names)))
-    part.replace(record)
+    def forget(self, stems: Iterable[str]) -> None:
+        """Modules of these names have failed, or get another record."""
+        for stem in stems if self._kept else ():
+            for record in self._kept.glob(f"{stem}-*"):
+                if record.name.rpartition("-")[0] == stem:
+                    record.unlink(missing_ok=True)
