@@ -65,11 +65,18 @@ def test_a_qcow2_file_that_leads_elsewhere_is_refused(
         assert refused.returncode != 0
         assert "lies on a backing file" in refused.stderr.decode()
     # Its format is never guessed: a guest writes what it likes to a raw disk.
-    with pytest.raises(vmfork.BadRequest, match="is a qcow2 file") as wrong:
+    with pytest.raises(vmfork.BadRequest, match="is named as a qcow2 file") as wrong:
         client.run(image, disks=[vmfork.NewDisk.file("x", str(qcow2))])
     assert "qcow2:PATH" in (wrong.value.remedy or "")
     with pytest.raises(vmfork.BadRequest, match="is not a qcow2 file"):
         client.run(image, disks=[vmfork.NewDisk.qcow2("x", str(secret))])
+    # What a guest wrote is no reason to refuse its raw disk.
+    raw = tmp_path / "raw-with-a-header"
+    raw.write_bytes(qcow2.read_bytes()[:65536].ljust(2 * MIB, b"."))
+    client.volumes.create("raw", file=str(raw))
+    client.volumes.remove("raw")
+    with pytest.raises(vmfork.NotFound):
+        client.run(image, disks=[vmfork.NewDisk.qcow2("x", str(tmp_path / "absent"))])
     assert client.vms() == [] and client.volumes.list() == []
     assert not list((daemon.state / "disks" / "qcow2").iterdir())
 

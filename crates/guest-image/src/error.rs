@@ -1,7 +1,7 @@
 //! Errors of what several modules do together, one enum per family of operations, each with its
 //! [`Remedy`].
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::artifacts::ArtifactsError;
 use crate::process::RunError;
@@ -138,6 +138,8 @@ pub enum ImportError {
     NotBootable { path: PathBuf },
     #[error("the image has neither an initrd nor a root file system")]
     NothingToBoot,
+    #[error("--format is given, and no disk that is of it")]
+    NoDisk,
     #[error("an image named `{name}` already exists")]
     Exists { name: String },
     #[error("cancelled")]
@@ -148,6 +150,18 @@ pub enum ImportError {
     Path(#[from] PathError),
     #[error(transparent)]
     Store(#[from] StoreError),
+}
+
+impl ImportError {
+    /// The same, of the file that the user brought.
+    pub(crate) fn of(self, brought: &Path) -> Self {
+        let path = brought.to_owned();
+        match self {
+            Self::NotADisk { why, .. } => Self::NotADisk { path, why },
+            Self::NotBootable { .. } => Self::NotBootable { path },
+            other => other,
+        }
+    }
 }
 
 impl Remedy for ImportError {
@@ -166,6 +180,7 @@ impl Remedy for ImportError {
                 Some("use a newc archive, compressed or not (such as /boot/initrd.img-…)".into())
             }
             Self::NothingToBoot => Some("add --initrd or --root".into()),
+            Self::NoDisk => Some("add --root or --boot-disk, or leave --format out".into()),
             Self::Exists { name } => Some(format!(
                 "remove it with `vmfork image rm {name}`, or replace it with --replace"
             )),

@@ -107,6 +107,9 @@ pub fn import(
     brought: Brought<'_>,
     options: &ImportOptions,
 ) -> Result<Metadata, ImportError> {
+    if options.is_qcow2 && brought.files()[2].0.is_none() {
+        return Err(ImportError::NoDisk);
+    }
     match store.metadata(name) {
         Err(StoreError::NotFound { .. }) => {}
         Ok(_) | Err(StoreError::Damaged { .. }) if options.replace => {}
@@ -123,7 +126,7 @@ pub fn import(
         let to = staging.path().join(file_name);
         if file_name == ROOT_FILE && options.is_qcow2 {
             convert(from, &to, &options.cancel)?;
-            brought.check_disk(&to)?;
+            brought.check_disk(&to).map_err(|error| error.of(from))?;
         } else {
             if file_name == ROOT_FILE {
                 brought.check_disk(from)?;
@@ -160,7 +163,11 @@ fn convert(from: &Path, to: &Path, cancel: &Cancel) -> Result<(), ImportError> {
     let found = found.map_err(|errno| ImportError::io("look at", to)(errno.into()))?;
     let free_bytes = found.f_bavail.saturating_mul(found.f_frsize);
     let (min_bytes, max_bytes) = (SECTOR_BYTES, DISK_BYTES_MAX);
-    Ok(qcow2::convert(from, to, qcow2::Bounds { min_bytes, max_bytes, free_bytes }, cancel)?)
+    let bounds = qcow2::Bounds { min_bytes, max_bytes, free_bytes };
+    match qcow2::convert(from, to, bounds, cancel) {
+        Err(_) if cancel.is_cancelled() => Err(ImportError::Cancelled),
+        converted => Ok(converted?),
+    }
 }
 
 fn head(path: &Path, bytes: u64) -> Result<(Vec<u8>, u64), ImportError> {

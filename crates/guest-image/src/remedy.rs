@@ -21,6 +21,13 @@ pub struct PathError {
     source: io::Error,
 }
 
+impl PathError {
+    /// What kind of error it is.
+    pub fn kind(&self) -> io::ErrorKind {
+        self.source.kind()
+    }
+}
+
 impl Remedy for PathError {
     fn remedy(&self) -> Option<String> {
         let remedy = match self.source.kind() {

@@ -53,6 +53,17 @@ impl ImageFiles {
         self.folder.join(ROOT_FILE)
     }
 
+    /// The same files for another VM.
+    ///
+    /// # Errors
+    /// There are no more descriptors.
+    pub fn try_clone(&self) -> io::Result<Self> {
+        let again = |file: &Option<File>| file.as_ref().map(File::try_clone).transpose();
+        let (kernel, initrd) = (again(&self.kernel)?, again(&self.initrd)?);
+        let (root, folder) = (again(&self.root)?, self.folder.clone());
+        Ok(Self { metadata: self.metadata.clone(), kernel, initrd, root, folder })
+    }
+
     /// One of its files, by the name under which `metadata` has it.
     #[must_use]
     pub fn file(self, name: &str) -> Option<File> {

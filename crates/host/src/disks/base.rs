@@ -1,5 +1,6 @@
 //! Files that disks begin with: opened off the async workers, since a hung file system blocks.
 
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,8 +8,7 @@ use std::time::Duration;
 use tokio::sync::{Semaphore, oneshot};
 use tokio::time::timeout;
 use vmfork_api::disk::{DISK_BYTES_MAX, DISK_BYTES_MIN};
-use vmfork_disk::{Base, DiskImage, DiskStore};
-use vmfork_guest_image::qcow2::looks_like_qcow2;
+use vmfork_disk::{Base, DiskImage, DiskStore, ImageError, RawError};
 
 use super::DiskError;
 
@@ -34,13 +34,24 @@ impl Bases {
     /// # Errors
     /// It can't be read, or does not answer.
     pub(super) async fn open(&self, path: PathBuf) -> Result<DiskImage, DiskError> {
-        self.opened(path, |path| {
-            let image = DiskImage::raw(path)?;
-            // The disk would hold QEMU's tables.
-            match looks_like_qcow2(path) {
-                Ok(true) => Err(DiskError::IsQcow2 { path: path.to_owned() }),
-                Ok(false) | Err(_) => Ok(image),
-            }
+        // Its content is not asked: a guest writes what it likes to a raw disk.
+        if path.extension().is_some_and(|ending| ending.eq_ignore_ascii_case("qcow2")) {
+            return Err(DiskError::IsQcow2 { path });
+        }
+        self.opened(path, |path| Ok(DiskImage::raw(path)?)).await
+    }
+
+    /// Whether a file's file system answers. What kind of file it is, is not asked.
+    ///
+    /// # Errors
+    /// There is none, or no answer comes.
+    pub(super) async fn answers(&self, path: PathBuf) -> Result<(), DiskError> {
+        let missing = |path: &Path, source: io::Error| {
+            let path = path.to_owned();
+            DiskError::File(ImageError::Raw(RawError::File { path, source }))
+        };
+        self.opened(path, move |path| {
+            std::fs::metadata(path).map(drop).map_err(|source| missing(path, source))
         })
         .await
     }
@@ -54,11 +65,11 @@ impl Bases {
         self.opened(path, move |path| Ok(store.base(path)?)).await
     }
 
-    async fn opened(
+    async fn opened<T: Send + 'static>(
         &self,
         path: PathBuf,
-        open: impl FnOnce(&Path) -> Result<DiskImage, DiskError> + Send + 'static,
-    ) -> Result<DiskImage, DiskError> {
+        open: impl FnOnce(&Path) -> Result<T, DiskError> + Send + 'static,
+    ) -> Result<T, DiskError> {
         let late = || DiskError::Late { path: path.clone(), after: OPEN_TIMEOUT };
         let opened = timeout(OPEN_TIMEOUT, async {
             let turn = Arc::clone(&self.turns).acquire_owned().await.map_err(|_closed| late())?;

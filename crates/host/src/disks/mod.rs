@@ -157,7 +157,7 @@ pub enum DiskError {
     GivenUp,
     #[error("a folder for files of disks")]
     Scratch(#[source] io::Error),
-    #[error("`{}` is a qcow2 file, or begins like one", path.display())]
+    #[error("`{}` is named as a qcow2 file, and `file:` takes raw ones", path.display())]
     IsQcow2 { path: PathBuf },
     #[error("convert a qcow2 file")]
     Qcow2 {
@@ -190,11 +190,14 @@ impl DiskError {
             | Self::NoVm
             | Self::Shared => ErrorCode::Conflict,
             Self::Unknown { .. } => ErrorCode::NotFound,
-            Self::Qcow2 { source, .. } => match **source {
+            Self::Qcow2 { source, .. } => match &**source {
                 Qcow2Error::Other { .. }
                 | Qcow2Error::Refused { .. }
                 | Qcow2Error::Range { .. }
                 | Qcow2Error::Unreadable { .. } => ErrorCode::BadRequest,
+                Qcow2Error::Path(error) if error.kind() == io::ErrorKind::InvalidInput => {
+                    ErrorCode::BadRequest
+                }
                 Qcow2Error::Full { .. } => ErrorCode::NoCapacity,
                 _ => ErrorCode::Host,
             },
@@ -250,7 +253,9 @@ impl DiskError {
             Self::Shared => Some("end the VMs that have it first"),
             Self::Left(_) => Some("`vmfork disk rm` removes what can't be read any more"),
             Self::Blank(BlankError::Run(_)) => Some("`apt-get install e2fsprogs`"),
-            Self::IsQcow2 { .. } => Some("name it `qcow2:PATH`, which converts it"),
+            Self::IsQcow2 { .. } => {
+                Some("use `qcow2:PATH`, which converts it; a raw file gets another name")
+            }
             Self::Qcow2 { remedy, .. } => remedy.as_deref(),
             Self::Blank(_)
             | Self::Layer(_)
