@@ -77,8 +77,20 @@ def test_vms_of_disks_alone_boot_with_what_the_guest_wrote(
         two.exec("umount /mnt/data", check=True)
         cli("disk", "export", data.id, str(exported))
         ext4.check(exported)
+    for base in ("newer", "files"):
+        with pytest.raises(vmfork.Conflict):
+            client.snapshots.remove(base)
+    # One that does not depend on the others has the same files.
+    client.snapshots.flatten("newer")
+    client.snapshots.push("newer", tmp_path / "elsewhere")
     for name in ("grown", "all", "newer", "files"):
         client.snapshots.remove(name)
+    client.snapshots.pull("newer", tmp_path / "elsewhere")
+    (pulled,) = client.snapshots.start("newer", names=["pulled"]).raise_for_errors()
+    with pulled:
+        pulled.exec("mkdir -p /mnt/data && mount /dev/vdc /mnt/data", check=True)
+        assert pulled.exec("cat /mnt/data/new /srv/on-root", check=True).stdout_text == "later\nlater\n"
+    client.snapshots.remove("newer")
 
 
 def test_the_disks_of_a_paused_vm_are_as_a_power_cut_leaves_them(
@@ -96,18 +108,29 @@ def test_the_disks_of_a_paused_vm_are_as_a_power_cut_leaves_them(
     exported = tmp_path / "cut.img"
     cli("disk", "export", client.volumes.get("cut").disk_id, str(exported))
     assert ext4.text_of(exported, "/safe") == "safe\n"
+    assert ext4.text_of(exported, "/lost") == "", "it was in memory alone"
     client.volumes.remove("cut")
     client.snapshots.remove("cut")
 
 
 def test_what_can_not_be_stored_or_booted_is_refused(
-    client: vmfork.Client, cli: Cli, vm: vmfork.VM
+    client: vmfork.Client, image: str, cli: Cli, vm: vmfork.VM
 ) -> None:
     with pytest.raises(vmfork.Conflict, match="it has no disks") as refused:
         client.snapshots.create(vm, "none", disk_only=True)
     assert "--root disk" in (refused.value.remedy or "")
     assert "none" not in [one.name for one in client.snapshots.list()]
-    with pytest.raises(vmfork.BadRequest, match="a snapshot of the disks alone has not"):
+    with pytest.raises(vmfork.BadRequest, match="a snapshot of the disks alone does not have"):
         client.snapshots.create(vm, "none", disk_only=True, keep_zero_pages=True)
+    with client.run(image, name="taken", memory_mib=128, disks=[vmfork.NewDisk.blank("data", MIB * 8)]) as small:
+        client.snapshots.create(small, "small", disk_only=True, wait=True)
+        with pytest.raises(vmfork.Conflict, match="`taken`"):
+            client.snapshots.start("small", 2, names=["free", "taken"], all_or_nothing=True)
+        with pytest.raises(vmfork.VmforkError):
+            client.snapshots.start("small", 2, names=["a", "b"], all_or_nothing=True, timeout_s=0.5)
+        assert not {"free", "a", "b"} & {one.name for one in client.vms()}, "nothing is left"
+        (late, other) = client.snapshots.start("small", 2, names=["taken", "late"], timeout_s=0.3).reply.vms
+        assert late.error is not None and other.error is not None and other.error.code == "timeout"
+    client.snapshots.remove("small")
     refused_by_cli = cli("snapshot", "create", vm.name, "none", "--disk-only", "--record", "5", code=2)
     assert b"--disk-only" in refused_by_cli.stderr

@@ -81,7 +81,7 @@ pub struct StartRequest {
     #[serde(default)]
     pub all_or_nothing: bool,
     /// Start although the snapshot was taken on another QEMU, machine or CPU, where QEMU itself
-    /// would try.
+    /// would try. Of a snapshot of the disks alone: although its image is another one now.
     #[serde(default)]
     pub force: bool,
     #[serde(default)]

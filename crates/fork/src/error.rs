@@ -135,6 +135,8 @@ pub enum NotFrozen {
     #[error("its guest does not write back what it has of its disks in memory")]
     WriteBack {
         vm: String,
+        /// Why a disk keeps it from running.
+        stalled: Option<String>,
         #[source]
         source: Box<NotRun>,
     },
@@ -297,6 +299,9 @@ impl NotFrozen {
 
     fn remedy(&self) -> String {
         match self {
+            Self::WriteBack { stalled: Some(_), .. } => {
+                "its disk can't answer: `vmfork ps` says why; try again when it runs".to_owned()
+            }
             Self::WriteBack { vm, .. } | Self::NotWrittenBack { vm, .. } => format!(
                 "`vmfork pause {vm}` first: then the disks are stored as a power cut would leave them"
             ),

@@ -17,7 +17,7 @@ use vmfork_host::core::Core;
 use vmfork_host::disks::{DiskContent, MachineDisks};
 use vmfork_host::metrics::{EndReason, Stage, ms};
 use vmfork_host::vm::machine::Machine;
-use vmfork_host::vm::{DeviceState, End, Standstill, Vm};
+use vmfork_host::vm::{DeviceState, End, NotRun, Standstill, Vm};
 use vmfork_qemu::QmpError;
 
 /// How long the agent may take to fall silent. A guest that swaps or is starved of CPU takes its
@@ -147,9 +147,6 @@ pub(super) async fn freeze_disks(
     wanted: Wanted<'_>,
 ) -> Result<(Vec<DiskContent>, Duration), Error> {
     let is_paused = parent.pause.is_paused();
-    if parent.identity.has_agent && !is_paused {
-        write_back(parent, wanted).await?;
-    }
     sync_disks(machine, wanted).await?;
     if wanted.given_up.is_cancelled() {
         return Err(Error::GivenUp);
@@ -176,14 +173,24 @@ async fn stop_and_freeze_disks(machine: &Machine) -> Result<Vec<DiskContent>, No
 /// The guest writes to its disks what it has of them in its memory.
 ///
 /// # Errors
-/// It does not.
-async fn write_back(parent: &Vm, wanted: Wanted<'_>) -> Result<(), NotFrozen> {
-    let outcome = parent.exit_code(&["sync"], wanted.at_most(WRITE_BACK_TIMEOUT)).await;
+/// It does not. It has ended meanwhile; the snapshot is given up, or the VM is paused: then its
+/// guest can't go on.
+pub(super) async fn write_back(parent: &Vm, wanted: Wanted<'_>) -> Result<(), Error> {
     let name = || parent.name().to_owned();
-    let failed = |error| NotFrozen::WriteBack { vm: name(), source: Box::new(error) };
-    match outcome.map_err(failed)? {
-        0 => Ok(()),
-        exit_code => Err(NotFrozen::NotWrittenBack { vm: name(), exit_code }),
+    let written = tokio::select! {
+        written = parent.exit_code(&["sync"], wanted.at_most(WRITE_BACK_TIMEOUT)) => written,
+        () = wanted.given_up.cancelled() => return Err(Error::GivenUp),
+        _end = parent.wait_end() => return Err(parent.ended().into()),
+    };
+    match written {
+        Ok(0) => Ok(()),
+        Ok(exit_code) => Err(NotFrozen::NotWrittenBack { vm: name(), exit_code }.into()),
+        Err(_) if parent.end_now().is_some() => Err(parent.ended().into()),
+        Err(NotRun::Vm(error)) => Err(error.into()),
+        Err(error) => {
+            let stalled = parent.why_stalled();
+            Err(NotFrozen::WriteBack { vm: name(), stalled, source: Box::new(error) }.into())
+        }
     }
 }
 

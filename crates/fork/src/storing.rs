@@ -51,7 +51,8 @@ pub async fn freeze_only(
 }
 
 /// Freezes the disks of a VM. Before that its guest writes back what it has in memory of them. The
-/// guest of a paused VM can't: its disks are as a power cut would leave them.
+/// guest of a paused VM can't, and one without an agent is not asked: its disks are as a power cut
+/// would leave them. If this future is dropped before the freeze, nothing is frozen.
 ///
 /// # Errors
 /// It has no disks, or its guest does not write back. The VM goes on as before, unless QEMU does
@@ -64,8 +65,13 @@ pub async fn freeze_disks_only(
     let (core, parent) = (Arc::clone(core), Arc::clone(parent));
     let message = format!("take a snapshot of the disks of `{}`", parent.name());
     let failed = message.clone();
+    let given_up = CancellationToken::new();
+    let _on_drop = given_up.clone().drop_guard();
     let task = tokio::spawn(async move {
-        let frozen = freeze_disks_within(&core, &parent, timeout, &message).await;
+        let began = Instant::now();
+        let deadline = began + timeout;
+        let wanted = freeze::Wanted { message: &message, began, deadline, given_up: &given_up };
+        let frozen = freeze_disks_within(&core, &parent, wanted).await;
         frozen.map_err(|error| error.to_body(message))
     });
     outcome(task, failed).await
@@ -96,18 +102,19 @@ async fn freeze_within(
 async fn freeze_disks_within(
     core: &Arc<Core>,
     parent: &Arc<Vm>,
-    timeout: Duration,
-    message: &str,
+    wanted: freeze::Wanted<'_>,
 ) -> Result<FrozenDisks, Error> {
-    let (began, given_up) = (Instant::now(), CancellationToken::new());
-    let deadline = began + timeout;
-    let _under_way = core.registry.fork_begins(parent.identity.line(), given_up.clone());
-    let wanted = freeze::Wanted { message, began, deadline, given_up: &given_up };
-    let _one_at_a_time = turn(parent, wanted).await?;
+    let _under_way = core.registry.fork_begins(parent.identity.line(), wanted.given_up.clone());
     let machine = running(parent)?;
     if machine.disks().is_none() {
         return Err(Error::NoDisks);
     }
+    // Not in its turn: a guest that writes may stall, and needs its turn to go on.
+    if parent.identity.has_agent && !parent.pause.is_paused() {
+        freeze::write_back(parent, wanted).await?;
+    }
+    let _one_at_a_time = turn(parent, wanted).await?;
+    let machine = running(parent)?;
     check_volumes(&machine)?;
     let (disks, pause) = freeze::freeze_disks(core, parent, &machine, wanted).await?;
     core.metrics.observe_stage(Stage::Pause, pause);

@@ -59,6 +59,10 @@ impl Bases {
         self.0.values().next().map(|base| base.name.as_str())
     }
 
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+
     pub(super) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

@@ -59,7 +59,9 @@ pub async fn create(
     disks::put_specs(&mut facts.inherited.spec, &frozen.disks);
     let bases = match request.full || request.keep_zero_pages {
         true => Bases::default(),
-        false => library.snapshots.usable_bases(&vm, request.disk_only),
+        false => {
+            tokio::task::block_in_place(|| library.snapshots.usable_bases(&vm, request.disk_only))
+        }
     };
     let id = SnapshotId::random().map_err(|error| SnapshotError::State(error.into()));
     let id = id.map_err(failed)?;
@@ -200,18 +202,23 @@ fn write(
         Draft { images: memory.chain(disks).collect(), ..draft.clone() }
     };
     let store = &library.snapshots.store;
-    let mut written = store.create(on(&bases), &read, &under_way.work);
-    if let Err(error) = &written
-        && !bases.is_empty()
-        && is_of_the_base(error)
-    {
-        let error = vmfork_host::error::chain(error);
-        tracing::warn!(snapshot = under_way.name, base = bases.name(), error, "written in full");
-        under_way.list(Listed { facts, base: None, disk_only: request.disk_only });
+    let mut bases = bases;
+    let descriptor = loop {
+        let error = match store.create(on(&bases), &read, &under_way.work) {
+            Ok(descriptor) => break descriptor,
+            Err(error) if bases.is_empty() || !is_of_the_base(&error) => return Err(error.into()),
+            Err(error) => vmfork_host::error::chain(&error),
+        };
+        // Those that are still there may do: once, since one that is damaged stays.
+        let left = library.snapshots.that_are_there(&bases);
+        let left = if left.len() < bases.len() { left } else { Bases::default() };
+        tracing::warn!(snapshot = under_way.name, base = bases.name(), error, "written again");
+        bases = left;
+        let base = bases.name().map(ToOwned::to_owned);
+        let (facts, disk_only) = (facts.clone(), request.disk_only);
+        under_way.list(Listed { facts, base, disk_only });
         under_way.begin_anew();
-        written = store.create(on(&Bases::default()), &read, &under_way.work);
-    }
-    let descriptor = written?;
+    };
     let counts = descriptor.counts();
     tracing::info!(
         snapshot = descriptor.name,
@@ -310,10 +317,13 @@ impl Snapshots {
     /// there.
     fn usable_bases(&self, vm: &Vm, disk_only: bool) -> Bases {
         let bases = vm.provenance().get::<Bases>().unwrap_or_default();
-        bases.those(|role, name, id| {
-            let is_wanted = !disk_only || *role != Role::Memory;
-            is_wanted && self.store.descriptor(name).is_ok_and(|there| there.id == id)
-        })
+        let bases = bases.those(|role, _, _| !disk_only || *role != Role::Memory);
+        self.that_are_there(&bases)
+    }
+
+    /// Blocks as long as reading small files takes.
+    fn that_are_there(&self, bases: &Bases) -> Bases {
+        bases.those(|_, name, id| self.store.descriptor(name).is_ok_and(|there| there.id == id))
     }
 }
 

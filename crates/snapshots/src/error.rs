@@ -38,7 +38,7 @@ pub enum SnapshotError {
     #[error("`{name}` has no image of {bytes} bytes for its VM's disk `{disk}`")]
     NoDisk { name: String, disk: String, bytes: u64 },
     /// A client asks it of a snapshot of the disks alone.
-    #[error("`{option}` is about the memory, which a snapshot of the disks alone has not")]
+    #[error("`{option}` is about the memory, which a snapshot of the disks alone does not have")]
     NeedsMemory { option: &'static str },
     /// That a client asked for.
     #[error("the snapshot `{name}` has no disk `{disk}`")]

@@ -1,8 +1,12 @@
 //! VMs that boot from the disks of a stored snapshot, which has no memory.
 //!
+//! ```text
+//!   prepare (image, root, accelerator) ─► names ─► admit all ─► boot, a few at a time
+//! ```
+//!
 //! Promises: each VM has a copy-on-write view of its own of the stored disks, and an identity of
-//! its own. Its root is what it was when the snapshot was taken. A start that is given up leaves no
-//! VM.
+//! its own. Its root is what it was when the snapshot was taken. All VMs of a start have the same
+//! kernel. A start that is given up leaves no VM.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -11,12 +15,15 @@ use futures_util::{StreamExt, stream};
 use vmfork_api::disk::{ROOT_NAME, RootDisk};
 use vmfork_api::{CloneResult, ErrorBody, StartReply, StartRequest};
 use vmfork_fork::facts::host;
-use vmfork_fork::{Error as ForkError, Names, ms, name_taken, start_message};
-use vmfork_host::admission::BootAsk;
+use vmfork_fork::{Error as ForkError, Names, NotStarted, ms, name_taken, start_message};
+use vmfork_guest_image::ImageFiles;
+use vmfork_host::admission::{BootAsk, Lease};
 use vmfork_host::core::accel_word;
 use vmfork_host::error::Error as HostError;
+use vmfork_host::metrics::Stage;
 use vmfork_host::quotas::User;
 use vmfork_host::vm::{Inherited, MachineSpec, Vm, now_unix_ms, random_hex};
+use vmfork_qemu::AccelChoice;
 use vmfork_snapshots::StoredDisks;
 
 use super::Hub;
@@ -29,11 +36,23 @@ struct Start<'a> {
     user: User,
     /// What the snapshot is called now.
     snapshot: &'a str,
-    request: StartRequest,
     stored: StoredDisks,
+    files: ImageFiles,
+    choice: AccelChoice,
+    root: Option<RootDisk>,
+    inherited: Inherited,
+    ttl: Option<Duration>,
     began: Instant,
-    /// For all of it.
-    limit: Duration,
+    deadline: Instant,
+}
+
+/// A VM of it that there is room for.
+struct Place {
+    number: u32,
+    name: String,
+    /// Its own, and its family's.
+    id: String,
+    lease: Lease,
 }
 
 /// Start VMs. What fits is started; the rest is an error each. If this future is dropped, what was
@@ -48,16 +67,20 @@ pub(super) async fn start(
     request: StartRequest,
     (stored, open): (StoredDisks, Duration),
 ) -> Result<StartReply, ErrorBody> {
-    let (began, began_unix_ms) = (Instant::now() - open, now_unix_ms());
+    let now = Instant::now();
+    let began = now.checked_sub(open).unwrap_or(now);
+    let began_unix_ms = now_unix_ms().saturating_sub(u64::try_from(open.as_millis()).unwrap_or(0));
+    hub.core.metrics.observe_stage(Stage::Open, open);
     let message = format!("start snapshot `{snapshot}`");
     let failed = |error: ForkError| error.to_body(message.as_str());
     let (requested, all_or_nothing) = (request.count, request.all_or_nothing);
     let limit = vmfork_fork::check(requested, request.names.as_deref(), request.timeout_ms);
-    let limit = limit.map_err(failed)?;
+    let deadline = began + limit.map_err(failed)?;
+    let start = Start::prepare(hub, user, snapshot, &request, stored, (began, deadline));
+    let start = start.map_err(|error| error.to_body(message.as_str()))?;
     let taken = hub.forker.remote.names().await;
-    let wanted = request.names.clone();
     let names = Names {
-        wanted: wanted.as_deref(),
+        wanted: request.names.as_deref(),
         stem: snapshot,
         count: requested,
         taken: taken.as_ref(),
@@ -65,18 +88,9 @@ pub(super) async fn start(
     // The names are kept until the VMs have them.
     let (_reservation, names) =
         vmfork_fork::reserve(&hub.core, names, all_or_nothing).map_err(failed)?;
-    let start = Start { hub, user, snapshot, request, stored, began, limit };
+    let (places, mut vms) = start.admit(names, all_or_nothing).await?;
     let mut started = EndOnDrop::new(&hub.core);
-    let mut vms = Vec::new();
-    let boots = stream::iter((1..).zip(names)).map(|(number, (name, is_kept))| {
-        let start = &start;
-        async move {
-            match is_kept {
-                true => start.one(number, name).await,
-                false => Err(name_taken(number, name)),
-            }
-        }
-    });
+    let boots = stream::iter(places).map(|place| start.one(place));
     let mut boots = std::pin::pin!(boots.buffer_unordered(hub.core.cores.max(1)));
     while let Some(outcome) = boots.next().await {
         match outcome {
@@ -105,10 +119,96 @@ pub(super) async fn start(
     })
 }
 
-impl Start<'_> {
+impl<'a> Start<'a> {
+    /// What all VMs have in common.
+    fn prepare(
+        hub: &'a Hub,
+        user: User,
+        snapshot: &'a str,
+        request: &StartRequest,
+        stored: StoredDisks,
+        (began, deadline): (Instant, Instant),
+    ) -> Result<Self, RunError> {
+        let (facts, core) = (&stored.facts, &hub.core);
+        facts.check_devices().map_err(ForkError::from)?;
+        let files = tokio::task::block_in_place(|| match request.force {
+            true => host::image_files(core, facts),
+            false => host::same_image_files(core, facts),
+        })?;
+        let spec = facts.spec();
+        let root = root_of(spec);
+        boot::check_root(root, &files.metadata, &spec.image)?;
+        let choice = boot::choose_accel(Some(spec.accel)).or_else(|_| boot::choose_accel(None))?;
+        let inherited = facts.inherited.with_labels(&request.labels).map_err(HostError::from)?;
+        let spec = MachineSpec {
+            drives: boot::drives(&files.metadata, root, &stored.contents),
+            accel: accel_word(choice.accel),
+            accel_reason: choice.reason.clone(),
+            ..inherited.spec
+        };
+        Ok(Self {
+            hub,
+            user,
+            snapshot,
+            files,
+            choice,
+            root,
+            inherited: Inherited { spec, ..inherited },
+            ttl: request.ttl_ms.map(Duration::from_millis),
+            stored,
+            began,
+            deadline,
+        })
+    }
+
+    /// Memory for all before the first boots. → those that have it, and a line for each other.
+    ///
+    /// # Errors
+    /// There is memory for none; or not for all, if that is as bad.
+    async fn admit(
+        &self,
+        names: Vec<(String, bool)>,
+        all_or_nothing: bool,
+    ) -> Result<(Vec<Place>, Vec<CloneResult>), ErrorBody> {
+        let (mut places, mut refused) = (Vec::new(), Vec::new());
+        for (number, (name, is_kept)) in (1..).zip(names) {
+            if !is_kept {
+                refused.push(name_taken(number, name));
+                continue;
+            }
+            let (spec, id) = (&self.inherited.spec, random_hex::<8>());
+            let ask = BootAsk {
+                name: &name,
+                family: &id,
+                user: self.user,
+                ram_bytes: spec.memory_bytes,
+                cpus: spec.cpus,
+            };
+            match boot::admit(&self.hub.core, ask, &start_message(&name)).await {
+                Ok(lease) => places.push(Place { number, name, id, lease }),
+                Err(error) if all_or_nothing || places.is_empty() => return Err(error),
+                Err(error) => refused.push(vmfork_fork::failed(number, name, error)),
+            }
+        }
+        Ok((places, refused))
+    }
+
     /// Boot one VM. → its line in the reply; the VM, if it is ready.
-    async fn one(&self, number: u32, name: String) -> Result<(CloneResult, Arc<Vm>), CloneResult> {
-        match self.boot(name.clone()).await {
+    async fn one(&self, place: Place) -> Result<(CloneResult, Arc<Vm>), CloneResult> {
+        let (number, name) = (place.number, place.name.clone());
+        let message = start_message(&name);
+        // One that comes too late gets no QEMU.
+        let booted = tokio::time::timeout_at(self.deadline.into(), async {
+            match Instant::now() < self.deadline {
+                true => Some(self.boot(place, message.clone()).await),
+                false => None,
+            }
+        });
+        let late = || {
+            let after = self.deadline.saturating_duration_since(self.began);
+            Err(ForkError::from(NotStarted::Late { after }).to_body(message.as_str()))
+        };
+        match booted.await.ok().flatten().unwrap_or_else(late) {
             Ok(vm) => {
                 let result = CloneResult {
                     id: Some(vm.identity.id.clone()),
@@ -127,61 +227,25 @@ impl Start<'_> {
         }
     }
 
-    async fn boot(&self, name: String) -> Result<Arc<Vm>, ErrorBody> {
-        let Self { hub, user, request, stored, .. } = self;
-        let (core, message) = (&hub.core, start_message(&name));
-        let failed = |error: RunError| error.to_body(message.as_str());
-        let facts = &stored.facts;
-        let files = tokio::task::block_in_place(|| match request.force {
-            true => host::image_files(core, facts),
-            false => host::same_image_files(core, facts),
-        });
-        let files = files.map_err(|error| error.to_body(message.as_str()))?;
-        let spec = facts.spec();
-        let root = root_of(spec);
-        boot::check_root(root, &files.metadata, &spec.image).map_err(failed)?;
-        let choice = boot::choose_accel(Some(spec.accel)).or_else(|_| boot::choose_accel(None));
-        let choice = choice.map_err(failed)?;
-        let id = random_hex::<8>();
-        let ask = BootAsk {
-            name: &name,
-            family: &id,
-            user: *user,
-            ram_bytes: spec.memory_bytes,
-            cpus: spec.cpus,
-        };
-        let lease = boot::admit(core, ask, &message).await?;
-        let disks = stored.contents.clone();
-        let inherited = facts.inherited.with_labels(&request.labels);
-        let inherited = inherited.map_err(|error| failed(HostError::from(error).into()))?;
-        let spec = MachineSpec {
-            drives: boot::drives(&files.metadata, root, &disks),
-            accel: accel_word(choice.accel),
-            accel_reason: choice.reason.clone(),
-            ..inherited.spec
-        };
+    async fn boot(&self, place: Place, message: String) -> Result<Arc<Vm>, ErrorBody> {
+        let files = self.files.try_clone().map_err(RunError::Drives);
         let order = Order {
-            id,
-            name,
-            user: *user,
-            files,
-            choice,
-            root,
-            disks,
-            inherited: Inherited { spec, ..inherited },
-            snapshot: Some((self.snapshot.to_owned(), stored.came_of.clone())),
-            lease,
-            ttl: request.ttl_ms.map(Duration::from_millis),
-            timeout: Some(left(self.limit, self.began)),
+            files: files.map_err(|error| error.to_body(message.as_str()))?,
             message,
+            id: place.id,
+            name: place.name,
+            user: self.user,
+            choice: self.choice.clone(),
+            root: self.root,
+            disks: self.stored.contents.clone(),
+            inherited: self.inherited.clone(),
+            snapshot: Some((self.snapshot.to_owned(), self.stored.came_of.clone())),
+            lease: place.lease,
+            ttl: self.ttl,
+            timeout: Some(self.deadline.saturating_duration_since(Instant::now())),
         };
-        boot::boot(hub, order).await
+        boot::boot(self.hub, order).await
     }
-}
-
-/// What is left of a limit; never 0, which would be a boot that no client waits for.
-fn left(limit: Duration, began: Instant) -> Duration {
-    limit.saturating_sub(began.elapsed()).max(Duration::from_millis(1))
 }
 
 /// What the root of the VM was that had these drives.
@@ -219,12 +283,5 @@ mod tests {
         assert_eq!(overlay, Some(RootDisk::Overlay { size_bytes }));
         let whole = of(vec![disk("root"), disk("data")]);
         assert_eq!(whole, Some(RootDisk::Whole { size_bytes: Some(size_bytes) }));
-    }
-
-    #[test]
-    fn a_boot_that_comes_late_is_waited_for_all_the_same() {
-        let now = Instant::now();
-        assert_eq!(left(Duration::ZERO, now), Duration::from_millis(1));
-        assert!(left(Duration::from_secs(60), now) > Duration::from_secs(50));
     }
 }

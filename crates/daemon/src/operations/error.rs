@@ -68,6 +68,9 @@ pub(super) enum RunError {
     /// The image of a disk does not open.
     #[error(transparent)]
     Host(#[from] HostError),
+    /// This host is not what VMs of a stored snapshot need.
+    #[error(transparent)]
+    Fork(#[from] vmfork_fork::Error),
     #[error(transparent)]
     Shape(#[from] ShapeError),
     #[error(transparent)]
@@ -195,6 +198,7 @@ impl RunError {
             }
             Self::Disk(error) => (error.code(), error.remedy().map(ToOwned::to_owned)),
             Self::Host(error) => return error.to_body(message),
+            Self::Fork(error) => return error.to_body(message),
             Self::Folder(_) => {
                 (ErrorCode::Host, Some("is the disk of the state folder full?".to_owned()))
             }

@@ -21,7 +21,7 @@ pub enum NotRun {
     Link(#[from] LinkError),
     #[error("`{program}` did not end within {} s in the guest", limit.as_secs())]
     Late { program: String, limit: Duration },
-    #[error("the guest's agent has gone while `{program}` ran")]
+    #[error("the guest's agent disconnected while `{program}` ran")]
     Lost { program: String },
 }
 
