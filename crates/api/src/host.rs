@@ -103,4 +103,7 @@ pub struct Image {
     /// VMs that use it now.
     #[serde(default)]
     pub vms: u32,
+    /// Where it was pulled from, while its root depends on that.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub remote: Option<String>,
 }

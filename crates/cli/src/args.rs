@@ -474,6 +474,21 @@ pub(crate) enum RawImage {
     },
     /// Import a kernel with an initrd or a root file system, or a bootable disk
     Import(RawImageImport),
+    /// Copy an image to a store of snapshots
+    Push {
+        image: String,
+        /// s3://BUCKET/PREFIX, or a folder on the daemon's host
+        location: String,
+    },
+    /// Copy an image from a store; VMs can boot before its root file system arrives
+    Pull {
+        image: String,
+        /// s3://BUCKET/PREFIX, or a folder on the daemon's host
+        location: String,
+        /// Wait until all of it has arrived; the root is a file then
+        #[arg(long)]
+        wait: bool,
+    },
 }
 
 #[derive(Debug, Subcommand)]

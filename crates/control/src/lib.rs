@@ -37,6 +37,12 @@ pub trait Control: SnapshotControl + DiskControl + VolumeControl {
     fn host(&self) -> Answer<'_, HostInfo>;
     fn images(&self) -> Answer<'_, Vec<Image>>;
     fn remove_image<'a>(&'a self, name: &'a str) -> Answer<'a, ()>;
+    fn push_image<'a>(
+        &'a self,
+        name: &'a str,
+        request: TransferRequest,
+    ) -> Answer<'a, TransferReply>;
+    fn pull_image<'a>(&'a self, name: &'a str, request: TransferRequest) -> Answer<'a, Image>;
     /// `all`: the ended ones too.
     fn vms(&self, all: bool) -> Answer<'_, Vec<Vm>>;
     fn tree(&self) -> Answer<'_, Vec<TreeNode>>;

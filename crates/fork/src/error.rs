@@ -176,6 +176,10 @@ pub enum Unlike {
          {found}…"
     )]
     Root { image: String, wanted: String, found: String },
+    #[error(
+        "its guest runs from the root of image `{image}` as a file, and that is in this host's store"
+    )]
+    RootStored { image: String },
     /// This version of vmfork can't connect them.
     #[error("its VM has {}, and this version of vmfork can connect none", cards(*count))]
     Nics { count: u8 },
@@ -323,6 +327,9 @@ impl Unlike {
             ),
             Self::Root { image, .. } => Some(format!(
                 "bring image `{image}` as it was when the snapshot was taken: `vmfork image import`"
+            )),
+            Self::RootStored { image } => Some(format!(
+                "`vmfork image pull {image} LOCATION --wait` brings all of it, as a file"
             )),
             Self::Nics { .. } | Self::Disks => Some(
                 "install a newer version of vmfork; `vmfork version` shows this one's".to_owned(),

@@ -44,7 +44,7 @@ impl Store {
     pub fn arrive(&self, metadata: Metadata) -> Result<Arrival, ArrivalError> {
         check(&metadata).map_err(|why| ArrivalError::NoImage { why })?;
         let staging = self.stage(&metadata.name)?;
-        let missing = metadata.files.keys().cloned().collect();
+        let missing = metadata.here().cloned().collect();
         Ok(Arrival { store: self.clone(), staging, metadata, missing })
     }
 }
@@ -53,7 +53,7 @@ impl Arrival {
     /// The names of its files, each of which has to come.
     #[must_use]
     pub fn files(&self) -> Vec<String> {
-        self.metadata.files.keys().cloned().collect()
+        self.metadata.here().cloned().collect()
     }
 
     /// Begin with a file.
@@ -106,14 +106,38 @@ impl Arrival {
         Err(ArrivalError::Names { names })
     }
 
+    /// The same, in place of one of its name that has the same files: its root is here now.
+    ///
+    /// # Errors
+    /// As [`Arrival::commit`]; the image of that name is another one.
+    pub fn replace(mut self) -> Result<(), ArrivalError> {
+        if let Some(file) = self.missing.pop_first() {
+            return Err(ArrivalError::Missing { file });
+        }
+        match self.store.commit_over(&self.staging, &self.metadata)? {
+            true => Ok(()),
+            false => Err(ArrivalError::Names { names: vec![self.metadata.name] }),
+        }
+    }
+
     /// Whether the image that has its name now is the same: someone else was faster.
     fn is_there(&self, name: &str) -> bool {
         let there = self.store.open(name);
-        there.is_ok_and(|there| there.metadata.files == self.metadata.files)
+        there.is_ok_and(|there| {
+            let has_root = there.metadata.root_stored.is_none();
+            there.metadata.files == self.metadata.files
+                && (has_root || self.metadata.root_stored.is_some())
+        })
     }
 }
 
 impl ArrivingFile {
+    /// How many bytes are to come.
+    #[must_use]
+    pub fn expected_bytes(&self) -> u64 {
+        self.expected.size_bytes
+    }
+
     /// Take the next bytes.
     ///
     /// # Errors

@@ -30,6 +30,7 @@ fn described(name: &str, files: &[(&str, &[u8])]) -> Metadata {
         root_disk: false,
         input_hash: None,
         tree_hash: None,
+        root_stored: None,
         files: files.iter().map(|(name, content)| ((*name).to_owned(), info(content))).collect(),
     }
 }

@@ -171,6 +171,7 @@ fn assemble(
         root_disk: true,
         input_hash: Some(input_hash),
         tree_hash: Some(tree_hash),
+        root_stored: None,
         files,
     })
 }

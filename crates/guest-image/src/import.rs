@@ -151,6 +151,7 @@ pub fn import(
         root_disk: false,
         input_hash: None,
         tree_hash: None,
+        root_stored: None,
         files,
     };
     store.commit(staging, &metadata)?;

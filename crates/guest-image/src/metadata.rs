@@ -50,6 +50,10 @@ pub struct Metadata {
     /// Hash over the root file system's tree: names, modes, owners, contents. Two builds of one
     /// state of the archive have it in common even where the file system's bytes differ.
     pub tree_hash: Option<String>,
+    /// The root is not here as a file: it is a disk of the host's store of snapshots, by this name
+    /// there. It may still be on its way.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub root_stored: Option<String>,
     /// Size and hash of `kernel`, `initrd`, `root.img`, as far as present.
     pub files: BTreeMap<String, FileInfo>,
 }
@@ -73,13 +77,18 @@ impl Metadata {
     /// Length of all files together.
     #[must_use]
     pub fn size_bytes(&self) -> u64 {
-        self.files.values().map(|f| f.size_bytes).sum()
+        self.files.values().fold(0, |sum: u64, file| sum.saturating_add(file.size_bytes))
     }
 
     /// BLAKE3 of its root disk, in hex, if it has one.
     #[must_use]
     pub fn root_blake3(&self) -> Option<&str> {
         self.files.get(ROOT_FILE).map(|file| file.blake3.as_str())
+    }
+
+    /// The names of the files that its folder has.
+    pub(crate) fn here(&self) -> impl Iterator<Item = &String> {
+        self.files.keys().filter(|name| *name != ROOT_FILE || self.root_stored.is_none())
     }
 
     /// Whether it has what a VM boots from: a kernel, or a disk and nothing else.
@@ -106,6 +115,7 @@ impl Metadata {
             kernel: self.kernel_version.clone(),
             agent: self.agent,
             vms: 0,
+            remote: None,
         }
     }
 }

@@ -39,7 +39,8 @@ pub struct ImageFiles {
     /// Absent only in imported images.
     pub initrd: Option<File>,
     /// Raw file system, to be attached read-only as the first virtio disk; without a kernel, the
-    /// disk that is booted. Absent only in imported images.
+    /// disk that is booted. Absent only in imported images, and in those whose root is in the store
+    /// of snapshots.
     pub root: Option<File>,
     /// The folder that they are in. Another build may put other files there at any time: use the
     /// fds.
@@ -149,7 +150,10 @@ impl Store {
         let metadata = self.metadata(name)?;
         let folder = self.folder(name)?;
         let file = |file_name: &'static str| -> Result<Option<File>, StoreError> {
-            let Some(info) = metadata.files.get(file_name) else { return Ok(None) };
+            let is_here = metadata.here().any(|name| name == file_name);
+            let Some(info) = metadata.files.get(file_name).filter(|_| is_here) else {
+                return Ok(None);
+            };
             let path = folder.join(file_name);
             let file = OpenOptions::new()
                 .read(true)
@@ -170,8 +174,8 @@ impl Store {
         Ok(ImageFiles { kernel, initrd, root, folder: folder.clone(), metadata })
     }
 
-    /// Open the image that has this root disk, whatever it is called: image `name` if it has, else
-    /// the first by name. `None`: there is none that is whole.
+    /// Open the image that has this root disk as a file, whatever it is called: image `name` if it
+    /// has, else the first by name. `None`: there is none that is whole.
     ///
     /// # Errors
     /// The folder or a file cannot be read.
@@ -180,7 +184,9 @@ impl Store {
         name: &str,
         root_blake3: &str,
     ) -> Result<Option<ImageFiles>, StoreError> {
-        let has = |metadata: &Metadata| metadata.root_blake3() == Some(root_blake3);
+        let has = |metadata: &Metadata| {
+            metadata.root_blake3() == Some(root_blake3) && metadata.root_stored.is_none()
+        };
         let whole = |metadata: Metadata| match self.open(&metadata.name) {
             // It may have been replaced since.
             Ok(files) => Ok(Some(files).filter(|files| has(&files.metadata))),
@@ -248,6 +254,18 @@ impl Store {
     ) -> Result<bool, StoreError> {
         self.describe(staging, metadata)?;
         self.shelf.commit_new(staging, &metadata.name)
+    }
+
+    /// The same, in place of an image of that name with the same files. → whether there was one.
+    pub(crate) fn commit_over(
+        &self,
+        staging: &Staging,
+        metadata: &Metadata,
+    ) -> Result<bool, StoreError> {
+        self.describe(staging, metadata)?;
+        let there = || self.metadata(&metadata.name).ok();
+        let is_same = || there().is_some_and(|there| there.files == metadata.files);
+        self.shelf.commit_over(staging, &metadata.name, &is_same)
     }
 
     fn describe(&self, staging: &Staging, metadata: &Metadata) -> Result<(), StoreError> {
@@ -339,6 +357,25 @@ impl Shelf {
         let appeared = move_new(staging, &self.root.join(name))?;
         self.sync()?;
         Ok(appeared)
+    }
+
+    /// The same, in place of the entry of that name, if `may` says so of it.
+    pub(crate) fn commit_over(
+        &self,
+        staging: &Staging,
+        name: &str,
+        may: &dyn Fn() -> bool,
+    ) -> Result<bool, StoreError> {
+        settle(staging)?;
+        let target = self.root.join(name);
+        let _lock = self.lock()?;
+        if !may() {
+            return Ok(false);
+        }
+        rename(staging, &target, RenameFlags::EXCHANGE)
+            .map_err(|e| StoreError::io("move into place", &target)(e.into()))?;
+        self.sync()?;
+        Ok(true)
     }
 
     /// Whether there was such an entry.

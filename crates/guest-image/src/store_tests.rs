@@ -26,6 +26,7 @@ fn metadata(name: &str, kernel: &[u8]) -> Metadata {
         root_disk: false,
         input_hash: None,
         tree_hash: None,
+        root_stored: None,
         files: BTreeMap::from([(KERNEL_FILE.to_owned(), info)]),
     }
 }

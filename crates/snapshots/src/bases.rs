@@ -13,13 +13,19 @@ pub(super) struct Bases(BTreeMap<Role, Base>);
 
 impl CameOf for Bases {}
 
+/// A stored image.
 #[derive(Debug, Clone)]
-struct Base {
-    /// What the snapshot was called then.
-    name: String,
-    id: SnapshotId,
+pub(super) struct Base {
+    /// Where it is; the name is what the snapshot was called then.
+    pub(super) at: BaseRef,
     /// Of the image, while that was in memory: whose bytes it stored.
-    table: PageTable,
+    pub(super) table: PageTable,
+}
+
+impl FromIterator<(Role, Base)> for Bases {
+    fn from_iter<T: IntoIterator<Item = (Role, Base)>>(bases: T) -> Self {
+        Self(bases.into_iter().collect())
+    }
 }
 
 impl Bases {
@@ -28,10 +34,11 @@ impl Bases {
         (name, id): (&str, SnapshotId),
         tables: impl IntoIterator<Item = (Role, PageTable)>,
     ) -> Self {
-        let tables = tables.into_iter();
-        Self(
-            tables.map(|(role, table)| (role, Base { name: name.to_owned(), id, table })).collect(),
-        )
+        let base = |(role, table): (Role, PageTable)| {
+            let at = BaseRef { name: name.to_owned(), id, role: role.clone() };
+            (role, Base { at, table })
+        };
+        tables.into_iter().map(base).collect()
     }
 
     /// The same with newer ones in place of those of their roles.
@@ -41,22 +48,26 @@ impl Bases {
         Self(all)
     }
 
+    /// The same with others for the roles that have none.
+    pub(super) fn or(&self, others: Self) -> Self {
+        others.with(self.clone())
+    }
+
     /// Those of which `is_there` says that a delta may be written on them.
     pub(super) fn those(&self, is_there: impl Fn(&Role, &str, SnapshotId) -> bool) -> Self {
-        let all = self.0.iter().filter(|(role, base)| is_there(role, &base.name, base.id));
-        Self(all.map(|(role, base)| (role.clone(), base.clone())).collect())
+        let all = self.0.iter().filter(|(role, base)| is_there(role, &base.at.name, base.at.id));
+        all.map(|(role, base)| (role.clone(), base.clone())).collect()
     }
 
     /// What an image of that role and number of pages is a delta on: for the store, and its table.
     pub(super) fn image(&self, role: &Role, pages: u64) -> Option<(BaseRef, &PageTable)> {
-        let Base { name, id, table } =
-            self.0.get(role).filter(|base| base.table.pages() == pages)?;
-        Some((BaseRef { name: name.clone(), id: *id, role: role.clone() }, table))
+        let Base { at, table } = self.0.get(role).filter(|base| base.table.pages() == pages)?;
+        Some((at.clone(), table))
     }
 
     /// The snapshot of the first of them, as a descriptor lists it.
     pub(super) fn name(&self) -> Option<&str> {
-        self.0.values().next().map(|base| base.name.as_str())
+        self.0.values().next().map(|base| base.at.name.as_str())
     }
 
     pub(super) fn len(&self) -> usize {

@@ -29,9 +29,9 @@ const SEAL_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long what the VM touches is recorded, where the request does not say.
 const RECORD_DEFAULT: Duration = Duration::from_secs(300);
 /// Fast, and within a tenth of the next levels' size; see docs/format.md.
-const ZSTD_LEVEL: i32 = 1;
+pub(super) const ZSTD_LEVEL: i32 = 1;
 /// Pages that are compressed, and fetched, together; see docs/format.md for how it was measured.
-const CHUNK_PAGES: u64 = 64;
+pub(super) const CHUNK_PAGES: u64 = 64;
 
 /// Take a snapshot. → when the VM continues or, with `wait`, when it is stored.
 /// If a caller that waits gives up, nothing is stored.
@@ -196,6 +196,10 @@ fn write(
             None => Err(io::ErrorKind::NotFound.into()),
         },
     };
+    let bases = match request.full {
+        true => bases,
+        false => bases.or(library.snapshots.stored_bases(&disks)),
+    };
     let on = |bases: &Bases| {
         let memory = table.iter().map(|table| memory_draft(table, bases, &request));
         let disks = disks.iter().map(|disk| disk_draft(disk, bases, compression(&request)));
@@ -313,6 +317,23 @@ fn is_of_the_base(error: &StoreError) -> bool {
 }
 
 impl Snapshots {
+    /// What disks lie on that is stored, be it of a snapshot or of a guest image.
+    fn stored_bases(&self, disks: &[FrozenDisk]) -> Bases {
+        let open = self.open_ones().stored_disks();
+        let base = |disk: &FrozenDisk| {
+            let mut below = disk
+                .image
+                .owners()
+                .filter_map(|(id, _)| open.iter().find(|stored| stored.id() == id));
+            let base = below.find_map(|stored| stored.base().ok())?;
+            let is_there = |there: Descriptor| there.id == base.at.id;
+            let is_usable = base.table.pages() == disk.table.pages()
+                && self.store.descriptor(&base.at.name).is_ok_and(is_there);
+            is_usable.then(|| (disk.role.clone(), base))
+        };
+        Bases::from_iter(disks.iter().filter_map(base))
+    }
+
     /// What of a VM's stored images the next snapshot of it can be a delta on: those that are still
     /// there.
     fn usable_bases(&self, vm: &Vm, disk_only: bool) -> Bases {

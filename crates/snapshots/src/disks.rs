@@ -22,8 +22,9 @@ use vmfork_host::disks::{DiskContent, DiskSpec};
 use vmfork_host::error::chain;
 use vmfork_host::vm::{DriveSpec, MachineSpec};
 use vmfork_image::{ImageId, PageRange, PageSource, PageTable, Source};
-use vmfork_store::{Extent, Role, SnapshotId, StoredImage, StoredPages};
+use vmfork_store::{BaseRef, Extent, Role, SnapshotId, StoredImage, StoredPages};
 
+use crate::bases::Base;
 use crate::error::SnapshotError;
 
 /// What a disk of a stored snapshot is called among the images of disks, in each daemon's life.
@@ -94,11 +95,7 @@ pub(super) fn image_of(
     let (snapshot, role) = (top.stored().descriptor(), &top.image().role);
     let id = image_id(snapshot.id, role);
     let disk = StoredDisk::new(id, snapshot.name.clone(), chain, layers)?;
-    let zeros = PageTable::uniform(disk.table.pages(), Source::Zero);
-    let data = disk.table.runs(disk.table.range());
-    let data = data.filter(|(_, source)| *source != Source::Zero);
-    let table = zeros.derive(data.map(|(run, _)| (run, Source::Image(id))));
-    let table = table.map_err(SnapshotError::Table)?;
+    let table = disk.seen()?;
     let disk = Arc::new(disk);
     let is_read = Arc::downgrade(&disk);
     let own: Arc<dyn OwnPages> = disk;
@@ -145,6 +142,25 @@ impl StoredDisk {
     /// As layers that lie on it call it.
     pub(super) fn id(&self) -> ImageId {
         self.id
+    }
+
+    /// What disks on it see: whose own its pages are.
+    fn seen(&self) -> Result<PageTable, SnapshotError> {
+        let zeros = PageTable::uniform(self.table.pages(), Source::Zero);
+        let data = self.table.runs(self.table.range());
+        let data = data.filter(|(_, source)| *source != Source::Zero);
+        let table = zeros.derive(data.map(|(run, _)| (run, Source::Image(self.id))));
+        table.map_err(SnapshotError::Table)
+    }
+
+    /// What a delta on it is written on.
+    ///
+    /// # Errors
+    /// Its table does not fit.
+    pub(super) fn base(&self) -> Result<Base, SnapshotError> {
+        let id = *self.chain.first().ok_or(SnapshotError::Empty)?;
+        let at = BaseRef { name: self.snapshot.clone(), id, role: self.role.clone() };
+        Ok(Base { at, table: self.seen()? })
     }
 
     /// Whether it is a disk of the snapshot `id`.

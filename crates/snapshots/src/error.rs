@@ -8,6 +8,7 @@ use vmfork_api::labels::LabelError;
 use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_disk::ImageError;
 use vmfork_engine::{EngineError, OpenError, PageLost};
+use vmfork_guest_image::{ArrivalError, Remedy as _};
 use vmfork_host::disks::{DiskError, LayerError};
 use vmfork_image::TableError;
 use vmfork_qemu::QmpError;
@@ -37,6 +38,8 @@ pub enum SnapshotError {
     OtherImage { name: String, role: Role },
     #[error("`{name}` has no image of {bytes} bytes for its VM's disk `{disk}`")]
     NoDisk { name: String, disk: String, bytes: u64 },
+    #[error(transparent)]
+    GuestImage(#[from] GuestImageError),
     /// A client asks it of a snapshot of the disks alone.
     #[error("`{option}` is about the memory, which a snapshot of the disks alone does not have")]
     NeedsMemory { option: &'static str },
@@ -112,6 +115,57 @@ pub enum SnapshotError {
     Broken,
 }
 
+/// Of guest images in a store.
+#[derive(Debug, thiserror::Error)]
+pub enum GuestImageError {
+    #[error("`{name}` is a snapshot, and no guest image")]
+    Snapshot { name: String },
+    #[error("`{name}` is a guest image, and no snapshot")]
+    Image { name: String },
+    #[error("what is stored of the guest image `{name}` does not fit together: {why}")]
+    Unfit { name: String, why: String },
+    /// A snapshot can't be called so.
+    #[error("the guest image `{name}` was pulled, and has the name in the store")]
+    HasName { name: String },
+    /// The folder of images.
+    #[error(transparent)]
+    Images(#[from] Box<vmfork_guest_image::StoreError>),
+    /// A file of an image is not what was stored, or can't be written.
+    #[error(transparent)]
+    Arrival(#[from] Box<ArrivalError>),
+}
+
+impl GuestImageError {
+    fn code(&self) -> ErrorCode {
+        match self {
+            Self::Snapshot { .. } | Self::Image { .. } | Self::HasName { .. } => {
+                ErrorCode::Conflict
+            }
+            Self::Arrival(error) if matches!(**error, ArrivalError::Names { .. }) => {
+                ErrorCode::Conflict
+            }
+            Self::Unfit { .. } | Self::Images(_) | Self::Arrival(_) => ErrorCode::Host,
+        }
+    }
+
+    fn remedy(&self) -> Option<String> {
+        match self {
+            Self::Snapshot { name } => Some(format!("`vmfork snapshot pull {name}` brings it")),
+            Self::Image { name } => Some(format!("`vmfork image pull {name}` brings it")),
+            Self::Unfit { .. } => Some("push it again from a host that has it".to_owned()),
+            Self::HasName { .. } => Some("choose another name".to_owned()),
+            Self::Images(error) => error.remedy(),
+            Self::Arrival(error) => error.remedy(),
+        }
+    }
+}
+
+impl From<Box<ArrivalError>> for SnapshotError {
+    fn from(error: Box<ArrivalError>) -> Self {
+        Self::GuestImage(error.into())
+    }
+}
+
 impl From<Refusal> for SnapshotError {
     fn from(why: Refusal) -> Self {
         Self::Host(why.into())
@@ -152,6 +206,7 @@ impl SnapshotError {
                     "it was made by another version of vmfork, or tampered with: `vmfork snapshot verify {name}`"
                 )),
             ),
+            Self::GuestImage(error) => (error.code(), error.remedy()),
             Self::NeedsMemory { option } => {
                 (ErrorCode::BadRequest, Some(format!("leave out `{option}` or `disk_only`")))
             }

@@ -8,6 +8,7 @@ use vmfork_api::{ErrorBody, RemovedSnapshots, Snapshot, VerifyReply};
 use vmfork_store::{SnapshotId, StoreError, Work};
 
 use crate::error::SnapshotError;
+use crate::kind::is_guest_image;
 use crate::library::{Library, Snapshots};
 use crate::turns::Change;
 use crate::work::{CancelOnDrop, blocking};
@@ -32,11 +33,15 @@ pub async fn remove(
     name: &str,
     cascade: bool,
 ) -> Result<RemovedSnapshots, ErrorBody> {
-    let removed = remove_all(library, name, cascade).await;
-    removed.map_err(|error| error.to_body(format!("remove snapshot `{name}`")))
+    let failed = |error: SnapshotError| error.to_body(format!("remove snapshot `{name}`"));
+    // `vmfork image rm` removes those.
+    if library.snapshots.store.descriptor(name).is_ok_and(|found| is_guest_image(&found)) {
+        return Err(failed(library.snapshots.not_found(name)));
+    }
+    remove_all(library, name, cascade).await.map_err(failed)
 }
 
-async fn remove_all(
+pub(super) async fn remove_all(
     library: &Arc<Library>,
     name: &str,
     cascade: bool,

@@ -10,6 +10,7 @@
 //! | [`create`], `record` | a snapshot taken and written; what its VM touches next |
 //! | [`start`], [`prefetch`] | VMs started from one; what is fetched before they ask |
 //! | [`transfer`], [`keep`] | export, import, push, pull; remove, verify, flatten |
+//! | [`guest_images`], `kind` | guest images in stores of snapshots |
 //! | `query` | what is known of them |
 //! | `disks`, `bases` | disks of VMs, written and read; what of a VM is stored already |
 //! | `opening`, `placing` | opening one; keeping a name while it is written or pulled |
@@ -28,7 +29,9 @@ mod collect;
 pub mod create;
 mod disks;
 mod error;
+pub mod guest_images;
 pub mod keep;
+mod kind;
 pub mod library;
 mod location;
 mod opened;

@@ -2,13 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::runtime::Handle;
 use vmfork_store::{HotChunks, ImageDescriptor, Role, SnapshotId, Store, StoreError, Stored, Work};
 
 use crate::collect::Collector;
 use crate::error::SnapshotError;
+use crate::kind::is_guest_image;
 use crate::opened::Open;
 use crate::turns::Turns;
 use crate::under_way::{AllUnderWay, Pulls};
@@ -45,6 +46,10 @@ pub struct Snapshots {
     /// Held while a snapshot with disks is opened or removed: see `keep_for_disks`.
     pub(crate) disk_gate: Mutex<()>,
     pub(crate) collector: Arc<Collector>,
+    /// Held while a guest image becomes one here, or goes.
+    pub(crate) image_turn: tokio::sync::Mutex<()>,
+    /// Names of stored guest images that are being brought, one for each client.
+    coming: Mutex<Vec<String>>,
     /// For stores that are reached over a network.
     pub(crate) runtime: Handle,
 }
@@ -78,6 +83,8 @@ impl Snapshots {
             works: Works::default(),
             turns: Turns::default(),
             disk_gate: Mutex::default(),
+            image_turn: tokio::sync::Mutex::default(),
+            coming: Mutex::default(),
             collector: Collector::new(&store, &runtime),
             runtime,
             store,
@@ -88,6 +95,9 @@ impl Snapshots {
     pub(crate) fn facts(&self, stored: &Stored) -> Result<Facts, SnapshotError> {
         let descriptor = stored.descriptor();
         let name = &descriptor.name;
+        if is_guest_image(descriptor) {
+            return Err(self.not_found(name));
+        }
         let facts: Facts = serde_json::from_value(descriptor.vm.clone())
             .map_err(|source| SnapshotError::Facts { name: name.clone(), source })?;
         let pages = descriptor.image(&Role::Memory).map(ImageDescriptor::pages);
@@ -96,6 +106,10 @@ impl Snapshots {
             return Err(SnapshotError::Size { name: name.clone(), said, pages });
         }
         Ok(facts)
+    }
+
+    pub(crate) fn coming(&self) -> MutexGuard<'_, Vec<String>> {
+        self.coming.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Something that takes a while begins, on as many threads as the host has cores; ended by

@@ -191,6 +191,11 @@ impl OpenOnes {
         self.snapshots.values().filter_map(Weak::upgrade).collect()
     }
 
+    /// The disks that something reads from.
+    pub(super) fn stored_disks(&self) -> Vec<Arc<StoredDisk>> {
+        self.disks.iter().filter_map(Weak::upgrade).collect()
+    }
+
     pub(super) fn retain(&mut self) {
         self.snapshots.retain(|_, opened| opened.strong_count() > 0);
         self.images.retain(|_, image| image.strong_count() > 0);

@@ -200,7 +200,7 @@ impl Snapshots {
     }
 
     /// What is open. Not to be held while anything is read: who starts a VM waits for it.
-    fn open_ones(&self) -> MutexGuard<'_, OpenOnes> {
+    pub(super) fn open_ones(&self) -> MutexGuard<'_, OpenOnes> {
         let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
         open.retain();
         open
@@ -287,7 +287,11 @@ impl Snapshots {
 
 impl Snapshots {
     /// The disk of that name of a snapshot.
-    fn disk_by_name(&self, snapshot: &str, disk: &str) -> Result<DiskImage, SnapshotError> {
+    pub(super) fn disk_by_name(
+        &self,
+        snapshot: &str,
+        disk: &str,
+    ) -> Result<DiskImage, SnapshotError> {
         self.check_written(snapshot)?;
         // It is read from when this ends, so that the snapshot can't go any more.
         let _none_goes = self.keep_for_disks();

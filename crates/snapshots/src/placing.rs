@@ -15,7 +15,8 @@ use std::sync::{Arc, MutexGuard, PoisonError};
 use vmfork_host::error::chain;
 use vmfork_store::{SnapshotId, StoreError};
 
-use crate::error::SnapshotError;
+use crate::error::{GuestImageError, SnapshotError};
+use crate::kind::is_guest_image;
 use crate::library::Snapshots;
 use crate::under_way::{Doing, UnderWay};
 
@@ -135,6 +136,9 @@ impl Snapshots {
                 Err(StoreError::Busy { name: name.to_owned() }.into())
             }
             Err(StoreError::NotFound { .. }) => Ok(placed),
+            Ok(found) if is_guest_image(&found) => {
+                Err(GuestImageError::HasName { name: name.to_owned() }.into())
+            }
             Ok(_) => Err(SnapshotError::NameTaken { name: name.to_owned() }),
             Err(error) => Err(error.into()),
         }

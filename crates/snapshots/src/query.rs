@@ -10,6 +10,7 @@ use vmfork_image::PAGE_BYTES;
 use vmfork_store::{Compression, Descriptor, ImageDescriptor, Role, SnapshotId, StoreError};
 
 use crate::error::SnapshotError;
+use crate::kind::is_guest_image;
 use crate::library::Snapshots;
 use crate::opened::Opened;
 use crate::under_way::{Listed, UnderWay};
@@ -27,6 +28,7 @@ impl Snapshots {
             .map_err(|error| SnapshotError::from(error).to_body("list the snapshots"))?;
         let mut all: Vec<Snapshot> = stored
             .into_iter()
+            .filter(|(_, outcome)| !outcome.as_ref().is_ok_and(is_guest_image))
             .map(|(name, outcome)| match outcome {
                 Ok(descriptor) => self.of_descriptor(core, &descriptor),
                 Err(error) => {
@@ -51,6 +53,9 @@ impl Snapshots {
     pub fn listed(&self, core: &Core, name: &str) -> Result<Snapshot, ErrorBody> {
         let message = || format!("find snapshot `{name}`");
         match self.store.descriptor(name) {
+            Ok(descriptor) if is_guest_image(&descriptor) => {
+                Err(self.not_found(name).to_body(message()))
+            }
             Ok(descriptor) => Ok(self.of_descriptor(core, &descriptor)),
             Err(StoreError::NotFound { .. }) => {
                 let under_way = self.under_way().get(name).cloned();

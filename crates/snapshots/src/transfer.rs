@@ -14,6 +14,7 @@ use vmfork_store::{Store, Work};
 
 use crate::error::SnapshotError;
 use crate::keep::with_work;
+use crate::kind::Kind;
 use crate::library::Library;
 use crate::location::{For, store_at};
 use crate::placing::{Placed, Pulling};
@@ -128,6 +129,9 @@ pub async fn import(
             let mut source = Pieces { from: content, peer, piece: Bytes::new() };
             let outcome = library.snapshots.store.import(&mut source, name.as_deref(), &work);
             let outcome = outcome.map_err(SnapshotError::from);
+            let outcome = outcome.and_then(|stored| {
+                stored.iter().try_for_each(|one| Kind::Vm.check(one)).map(|()| stored)
+            });
             if outcome.is_err() {
                 library.snapshots.collector.soon();
             }
@@ -198,12 +202,24 @@ pub async fn pull(
     request: TransferRequest,
 ) -> Result<Snapshot, ErrorBody> {
     let message = format!("pull snapshot `{name}` from {}", request.location);
+    let here = bring(library, (Kind::Vm, name), request, message).await?;
+    library.snapshots.listed(&library.core, &here)
+}
+
+/// Bring a snapshot, or a guest image, from another store. → what it is called here. Its pages are
+/// to come, unless the request waits for them.
+pub(super) async fn bring(
+    library: &Arc<Library>,
+    (kind, name): (Kind, &str),
+    request: TransferRequest,
+    message: String,
+) -> Result<String, ErrorBody> {
     let failed = |error: SnapshotError| error.to_body(&message);
     let placed = library.snapshots.place(name, Doing::Pull).map_err(failed)?;
     let adopted = {
         let _on_drop = CancelOnDrop(Arc::clone(&placed.under_way.work));
         let (library, name) = (Arc::clone(library), name.to_owned());
-        let adopting = blocking(move || adopt(&library, placed, &name, &request.location));
+        let adopting = blocking(move || adopt(&library, placed, (kind, &name), &request.location));
         adopting.await.map_err(failed)?
     };
     let under_way = match adopted.pulling {
@@ -215,6 +231,7 @@ pub async fn pull(
             // arrive on demand.
             let on_drop = request.wait.then(|| CancelOnDrop(Arc::clone(&under_way.work)));
             let (library, name) = (Arc::clone(library), adopted.name.clone());
+            let message = message.clone();
             drop(blocking(move || {
                 let snapshots = &library.snapshots;
                 let outcome = snapshots.store.fetch_chunks(&name, &remote, &pulling.under_way.work);
@@ -233,7 +250,7 @@ pub async fn pull(
             return Err(error);
         }
     }
-    library.snapshots.listed(&library.core, &adopted.name)
+    Ok(adopted.name)
 }
 
 /// A snapshot of another store that can be started here.
@@ -247,12 +264,14 @@ struct Adopted {
 fn adopt(
     library: &Library,
     placed: Placed,
-    name: &str,
+    (kind, name): (Kind, &str),
     location: &str,
 ) -> Result<Adopted, SnapshotError> {
     let snapshots = &library.snapshots;
     let begin = || {
         let remote = store_at(location, For::Reading, &snapshots.runtime)?;
+        // Nothing of another kind is written.
+        kind.check(&remote.descriptor(name)?)?;
         let adopted =
             snapshots.store.adopt_from(name, &remote, location, &placed.under_way.work)?;
         let here = adopted.descriptor().name.clone();

@@ -238,6 +238,18 @@ def test_words_of_a_newer_daemon_become_unknown(client: vmfork.Client, daemon: F
     assert vm.info.accel is vmfork.Accel.UNKNOWN
 
 
+def test_images_are_pushed_and_pulled(client: vmfork.Client, daemon: FakeDaemon) -> None:
+    image = {"name": "debian", "size_bytes": 5, "created_unix_ms": 1, "remote": "s3://a/b"}
+    pushed = {"schema": "vmfork/1", "names": ["debian"], "sent_bytes": 3, "total_ms": 1.5}
+    daemon.canned = [reply(200, pushed), reply(200, image)]
+    assert client.push_image("debian", "s3://a/b").names == ("debian",)
+    assert daemon.asked[-1][3] == {"location": "s3://a/b"}
+    assert client.pull_image("debian", "s3://a/b", wait=True).remote == "s3://a/b"
+    assert daemon.asked[-1][3] == {"location": "s3://a/b", "wait": True}
+    with pytest.raises(vmfork.BadRequest):
+        client.pull_image("", "s3://a/b")
+
+
 def test_lists_trees_and_the_host(client: vmfork.Client, daemon: FakeDaemon) -> None:
     vm = daemon.add("web", {})
     daemon.canned = [

@@ -5,17 +5,19 @@ use anyhow::Context as _;
 use serde::Serialize;
 use tokio::sync::mpsc;
 use tokio::task::spawn_blocking;
-use vmfork_api::Image;
+use vmfork_api::{Image, TransferReply, TransferRequest};
 use vmfork_guest_image::{
     Artifacts, BuildOptions, Cancel, Metadata, Progress, Stage, Store, build, import,
 };
 
+use super::stores::{placed, pushed};
 use super::{for_each, kill};
-use crate::client::{Client, ConnectError, Query, find, unreachable};
+use crate::client::{Client, ConnectError, Query, WHOLE, find, unreachable};
 use crate::config::{BuildConfig, Global, ImageAction, ImportConfig};
 use crate::failure::{Exit, with_remedy};
 use crate::format;
 use crate::printer::Field;
+use crate::start::reach;
 
 /// Progress messages of a build that wait to be printed.
 const NEWS_QUEUE_LEN: usize = 64;
@@ -48,6 +50,8 @@ pub(super) async fn run(global: &Global, action: ImageAction) -> anyhow::Result<
         ImageAction::Ls => list(global).await,
         ImageAction::Rm { images } => remove(global, images).await,
         ImageAction::Import(config) => take_over(global, config).await,
+        ImageAction::Push { name, location } => push(global, &name, &location).await,
+        ImageAction::Pull { name, location, wait } => pull(global, &name, &location, wait).await,
     }
 }
 
@@ -183,6 +187,51 @@ async fn list(global: &Global) -> anyhow::Result<Exit> {
     Ok(Exit::Done)
 }
 
+async fn push(global: &Global, name: &str, location: &str) -> anyhow::Result<Exit> {
+    let location = placed(global, location)?;
+    let client = reach(global).await?;
+    let spinner = global.printer.spinner(format!("Pushing `{name}` to {location}"));
+    let request = TransferRequest { location: location.clone(), wait: false };
+    let query = Query::new(format!("/v1/images/{name}/push"));
+    let reply: TransferReply = client.post(query, &request, WHOLE).await?;
+    spinner.finish_and_clear();
+    if global.printer.json {
+        global.printer.document(&reply)?;
+    } else {
+        global.printer.note(&pushed(name, &location, &reply));
+    }
+    Ok(Exit::Done)
+}
+
+async fn pull(global: &Global, name: &str, location: &str, wait: bool) -> anyhow::Result<Exit> {
+    let location = placed(global, location)?;
+    let client = reach(global).await?;
+    let spinner = global.printer.spinner(format!("Pulling `{name}` from {location}"));
+    let request = TransferRequest { location: location.clone(), wait };
+    let query = Query::new(format!("/v1/images/{name}/pull"));
+    let image: Image = client.post(query, &request, WHOLE).await?;
+    spinner.finish_and_clear();
+    if global.printer.json {
+        global.printer.with_schema(&image)?;
+        return Ok(Exit::Done);
+    }
+    global.printer.line(&image.name)?;
+    global.printer.note(&pulled(&image, &location));
+    Ok(Exit::Done)
+}
+
+fn pulled(image: &Image, location: &str) -> String {
+    let name = format::printable(&image.name);
+    match &image.remote {
+        Some(_) => {
+            format!(
+                "VMs can boot from `{name}`; its root file system still arrives from {location}"
+            )
+        }
+        None => format!("`{name}` is ready ({})", format::size(image.size_bytes)),
+    }
+}
+
 async fn remove(global: &Global, images: Vec<String>) -> anyhow::Result<Exit> {
     let daemon = daemon(global).await?;
     let answers = match &daemon {
@@ -212,6 +261,23 @@ async fn remove(global: &Global, images: Vec<String>) -> anyhow::Result<Exit> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_pull_says_what_is_still_to_come() {
+        let mut image = Image {
+            name: "web".to_owned(),
+            size_bytes: 300 << 20,
+            created_unix_ms: 0,
+            origin: String::new(),
+            kernel: String::new(),
+            agent: true,
+            vms: 0,
+            remote: Some("s3://a/b".to_owned()),
+        };
+        assert!(pulled(&image, "s3://a/b").contains("still arrives from s3://a/b"));
+        image.remote = None;
+        assert_eq!(pulled(&image, "s3://a/b"), "`web` is ready (300 MiB)");
+    }
 
     #[test]
     fn a_build_only_goes_forward() {

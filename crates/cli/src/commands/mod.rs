@@ -22,6 +22,7 @@ mod ps;
 mod rm;
 mod run;
 mod snapshot;
+mod stores;
 mod streams;
 mod top;
 mod tree;

@@ -16,8 +16,20 @@ const DEFAULT_SPEC: &str = include_str!("../../../../guest/image/default.json");
 pub(crate) enum ImageAction {
     Build(BuildConfig),
     Ls,
-    Rm { images: Vec<String> },
+    Rm {
+        images: Vec<String>,
+    },
     Import(ImportConfig),
+    /// `location` as typed: whether a folder may be relative depends on where the daemon is.
+    Push {
+        name: String,
+        location: String,
+    },
+    Pull {
+        name: String,
+        location: String,
+        wait: bool,
+    },
 }
 
 #[derive(Debug)]
@@ -65,6 +77,12 @@ impl ImageAction {
             }
             RawImage::Build(raw) => Self::Build(build(raw)?),
             RawImage::Import(raw) => Self::Import(import(raw)?),
+            RawImage::Push { image, location } => {
+                Self::Push { name: name(image)?, location: value::location(location)? }
+            }
+            RawImage::Pull { image, location, wait } => {
+                Self::Pull { name: name(image)?, location: value::location(location)?, wait }
+            }
         })
     }
 }

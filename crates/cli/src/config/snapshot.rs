@@ -83,10 +83,10 @@ impl SnapshotAction {
                 Self::Import { name: given.map(name).transpose()?, from: path(&file)? }
             }
             RawSnapshot::Push { snapshot, location } => {
-                Self::Push { name: name(snapshot)?, location: not_empty(location)? }
+                Self::Push { name: name(snapshot)?, location: value::location(location)? }
             }
             RawSnapshot::Pull { snapshot, location, wait } => {
-                Self::Pull { name: name(snapshot)?, location: not_empty(location)?, wait }
+                Self::Pull { name: name(snapshot)?, location: value::location(location)?, wait }
             }
             RawSnapshot::Profile(RawProfile::Show(raw)) => Self::ShowProfile { name: one(raw)? },
             RawSnapshot::Profile(RawProfile::Reset(raw)) => Self::ResetProfile { name: one(raw)? },
@@ -108,13 +108,6 @@ fn path(text: &str) -> Result<Option<PathBuf>, Misuse> {
         STREAM => Ok(None),
         path => Ok(Some(PathBuf::from(path))),
     }
-}
-
-fn not_empty(location: String) -> Result<String, Misuse> {
-    if location.is_empty() {
-        return misuse("the location is empty; use s3://BUCKET/PREFIX or a folder");
-    }
-    Ok(location)
 }
 
 fn create(raw: RawSnapshotCreate) -> Result<SnapshotRequest, Misuse> {

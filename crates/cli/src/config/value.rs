@@ -76,6 +76,14 @@ pub(super) fn disks(texts: &[String], root: Option<Root>) -> Result<Vec<NewDisk>
     Ok(disks)
 }
 
+/// Where a store is, as typed.
+pub(super) fn location(location: String) -> Result<String, Misuse> {
+    if location.is_empty() {
+        return misuse("the location is empty; use s3://BUCKET/PREFIX or a folder");
+    }
+    Ok(location)
+}
+
 /// A path of the folder that the command is called in; as it is, if that can't be said.
 pub(super) fn absolute(path: &str) -> String {
     let absolute = std::path::absolute(path).ok();

@@ -2,25 +2,25 @@
 
 use std::collections::HashMap;
 use std::ffi::OsString;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vmfork_agent_proto::Firstboot;
-use vmfork_api::disk::{ROOT_NAME, RootDisk, root_disk};
-use vmfork_api::{DiskSource, ErrorBody, NewDisk, RunRequest};
+use vmfork_api::disk::RootDisk;
+use vmfork_api::{ErrorBody, RunRequest};
 use vmfork_cluster::Room;
-use vmfork_guest_image::{ImageFiles, Metadata};
+use vmfork_guest_image::ImageFiles;
 use vmfork_qemu::probe::{self, KvmFacts};
 use vmfork_qemu::{Accel, AccelChoice, Boot, DriveContent, Drives, GuestKind, Shape};
 
 use super::Hub;
+use super::boot_disks::{self, drives, words};
 use super::error::{NotReady, RunError, SizeError};
 use vmfork_fork::{Forker, start_channels};
 use vmfork_guest_link::agent::{AgentInfo, AgentLink, HelloRequest, LinkError};
 use vmfork_host::admission::{BootAsk, Lease};
 use vmfork_host::core::{Core, Reservation, accel_word, open_image};
-use vmfork_host::disks::{DiskContent, DiskError};
+use vmfork_host::disks::DiskContent;
 use vmfork_host::error::Error as HostError;
 use vmfork_host::lifetime::Lifetime;
 use vmfork_host::metrics::EndReason;
@@ -87,14 +87,15 @@ pub(super) async fn run(hub: &Hub, user: User, request: RunRequest) -> Result<Ar
         error.to_body(format!("run `{}`", request.name.as_ref().unwrap_or(&request.image)))
     })?;
     let message = format!("run `{name}`");
-    let wanted = wanted_disks(&request, &files.metadata);
-    let (root, disks) = wanted.map_err(|error| error.to_body(message.as_str()))?;
+    let wanted = boot_disks::wanted(&request, &files.metadata);
+    let wanted = wanted.map_err(|error| error.to_body(message.as_str()))?;
     let memory_bytes = memory_mib << 20;
     let id = random_hex::<8>();
     let ask = BootAsk { name: &name, family: &id, user, ram_bytes: memory_bytes, cpus };
     let lease = admit(core, ask, &message).await?;
     // After its admission: one that is refused makes no files.
-    let disks = contents(core, root, &disks).await;
+    let disks = boot_disks::contents(core, &wanted).await;
+    let (root, disks) = (wanted.root, disks);
     let disks = disks.map_err(|error| error.to_body(message.as_str()))?;
     let spec = MachineSpec {
         image: request.image,
@@ -196,96 +197,6 @@ pub(super) async fn boot(hub: &Hub, order: Order) -> Result<Arc<Vm>, ErrorBody> 
             core.end(&vm, End::failed(EndReason::Guest, reason));
             Err(error)
         }
-    }
-}
-
-/// Of a VM that boots from these.
-pub(super) fn drives(
-    of: &Metadata,
-    root: Option<RootDisk>,
-    disks: &[DiskContent],
-) -> Vec<DriveSpec> {
-    let is_whole = matches!(root, Some(RootDisk::Whole { .. }));
-    let root = of.root_blake3().filter(|_| !is_whole).map(ToOwned::to_owned);
-    let root = root.map(|blake3| DriveSpec::Root { blake3 });
-    let disks = disks.iter().map(|disk| DriveSpec::Disk(disk.spec.clone()));
-    root.into_iter().chain(disks).collect()
-}
-
-/// Whether VMs of an image can have such a root.
-///
-/// # Errors
-/// They can't.
-pub(super) fn check_root(
-    root: Option<RootDisk>,
-    of: &Metadata,
-    image: &str,
-) -> Result<(), RunError> {
-    let image = || image.to_owned();
-    match root {
-        Some(RootDisk::Overlay { .. }) if !of.root_overlay => {
-            Err(RunError::NoOverlay { image: image() })
-        }
-        Some(RootDisk::Whole { .. }) if !of.takes_root_disk() => {
-            Err(RunError::NoRootDisk { image: image() })
-        }
-        _ => Ok(()),
-    }
-}
-
-/// The disks that a VM is to have, and which of them is the root's.
-fn wanted_disks(
-    request: &RunRequest,
-    of: &Metadata,
-) -> Result<(Option<RootDisk>, Vec<NewDisk>), RunError> {
-    let root = root_disk(request.root, request.root_bytes)?;
-    check_root(root, of, &request.image)?;
-    let source = match root {
-        Some(RootDisk::Overlay { size_bytes }) => Some(DiskSource::Blank { size_bytes }),
-        Some(RootDisk::Whole { .. }) => Some(DiskSource::Image { image: request.image.clone() }),
-        None => None,
-    };
-    let disk = source.map(|source| NewDisk { name: ROOT_NAME.to_owned(), source });
-    // The root's comes first: the initrd knows it by its number.
-    Ok((root, disk.into_iter().chain(request.disks.iter().cloned()).collect()))
-}
-
-/// What they hold.
-async fn contents(
-    core: &Core,
-    root: Option<RootDisk>,
-    disks: &[NewDisk],
-) -> Result<Vec<DiskContent>, RunError> {
-    let mut contents = core.disks.contents(disks, |image| root_of(core, image)).await?;
-    if let (Some(RootDisk::Whole { size_bytes: Some(size_bytes) }), Some(whole)) =
-        (root, contents.first_mut())
-    {
-        let image_bytes = whole.image.size_bytes();
-        if size_bytes < image_bytes {
-            return Err(RunError::SmallRoot { size_bytes, image_bytes });
-        }
-        // Beyond the image it has zeros.
-        whole.spec.size_bytes = size_bytes;
-    }
-    Ok(contents)
-}
-
-/// What the kernel's command line says of a root with a disk of its own.
-fn words(root: Option<RootDisk>) -> &'static str {
-    match root {
-        None => "",
-        Some(RootDisk::Overlay { .. }) => " vmfork.upper=/dev/vdb",
-        // `rw` is for kernels and initrds that are not ours. Of `ro` and `rw`, the last one holds.
-        Some(RootDisk::Whole { .. }) => " rw vmfork.rw=/dev/vda",
-    }
-}
-
-/// The file of an image's root file system.
-pub(super) fn root_of(core: &Core, image: &str) -> Result<PathBuf, RunError> {
-    let files = open_image(core, image).map_err(HostError::from)?;
-    match &files.root {
-        Some(_) => Ok(files.root_path()),
-        None => Err(DiskError::NoRoot { image: image.to_owned() }.into()),
     }
 }
 

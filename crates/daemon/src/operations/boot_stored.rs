@@ -19,15 +19,17 @@ use vmfork_fork::{Error as ForkError, Names, NotStarted, ms, name_taken, start_m
 use vmfork_guest_image::ImageFiles;
 use vmfork_host::admission::{BootAsk, Lease};
 use vmfork_host::core::accel_word;
+use vmfork_host::disks::DiskContent;
 use vmfork_host::error::Error as HostError;
 use vmfork_host::metrics::Stage;
 use vmfork_host::quotas::User;
-use vmfork_host::vm::{Inherited, MachineSpec, Vm, now_unix_ms, random_hex};
+use vmfork_host::vm::{DriveSpec, Inherited, MachineSpec, Vm, now_unix_ms, random_hex};
 use vmfork_qemu::AccelChoice;
 use vmfork_snapshots::StoredDisks;
 
 use super::Hub;
 use super::boot::{self, EndOnDrop, Order};
+use super::boot_disks;
 use super::error::RunError;
 
 /// A start under way.
@@ -131,17 +133,21 @@ impl<'a> Start<'a> {
     ) -> Result<Self, RunError> {
         let (facts, core) = (&stored.facts, &hub.core);
         facts.check_devices().map_err(ForkError::from)?;
-        let files = tokio::task::block_in_place(|| match request.force {
+        let mut files = tokio::task::block_in_place(|| match request.force {
             true => host::image_files(core, facts),
             false => host::same_image_files(core, facts),
         })?;
         let spec = facts.spec();
+        if spec.root_blake3().is_none() {
+            // All that it has of a root is on its disks.
+            files.root = None;
+        }
         let root = root_of(spec);
-        boot::check_root(root, &files.metadata, &spec.image)?;
+        boot_disks::check_root(root, &files.metadata, &spec.image)?;
         let choice = boot::choose_accel(Some(spec.accel)).or_else(|_| boot::choose_accel(None))?;
         let inherited = facts.inherited.with_labels(&request.labels).map_err(HostError::from)?;
         let spec = MachineSpec {
-            drives: boot::drives(&files.metadata, root, &stored.contents),
+            drives: drives(&files, &stored.contents),
             accel: accel_word(choice.accel),
             accel_reason: choice.reason.clone(),
             ..inherited.spec
@@ -248,13 +254,22 @@ impl<'a> Start<'a> {
     }
 }
 
+fn drives(files: &ImageFiles, disks: &[DiskContent]) -> Vec<DriveSpec> {
+    let root = files.root.as_ref().and(files.metadata.root_blake3());
+    let root = root.map(|blake3| DriveSpec::Root { blake3: blake3.to_owned() });
+    let disks = disks.iter().map(|disk| DriveSpec::Disk(disk.spec.clone()));
+    root.into_iter().chain(disks).collect()
+}
+
 /// What the root of the VM was that had these drives.
 fn root_of(spec: &MachineSpec) -> Option<RootDisk> {
     let (_, disk) = spec.disks().find(|(_, disk)| disk.name == ROOT_NAME)?;
     let size_bytes = disk.size_bytes;
-    Some(match spec.root_blake3() {
-        Some(_) => RootDisk::Overlay { size_bytes },
-        None => RootDisk::Whole { size_bytes: Some(size_bytes) },
+    let first = spec.disks().next().map(|(_, disk)| disk);
+    let image = first.is_some_and(|disk| disk.name == boot_disks::IMAGE_NAME && disk.read_only);
+    Some(match image || spec.root_blake3().is_some() {
+        true => RootDisk::Overlay { size_bytes },
+        false => RootDisk::Whole { size_bytes: Some(size_bytes) },
     })
 }
 
@@ -262,17 +277,17 @@ fn root_of(spec: &MachineSpec) -> Option<RootDisk> {
 mod tests {
     use vmfork_api::Durability;
     use vmfork_host::disks::DiskSpec;
-    use vmfork_host::vm::DriveSpec;
 
     use super::*;
 
     #[test]
     fn the_root_is_what_it_was() {
-        let disk = |name: &str| {
+        let spec = |name: &str| {
             let (name, durability) = (name.to_owned(), Durability::Host);
             let (size_bytes, volume, empty, read_only) = (1 << 30, None, false, false);
-            DriveSpec::Disk(DiskSpec { name, size_bytes, durability, volume, empty, read_only })
+            DiskSpec { name, size_bytes, durability, volume, empty, read_only }
         };
+        let disk = |name: &str| DriveSpec::Disk(spec(name));
         let root = || DriveSpec::Root { blake3: "ab".to_owned() };
         let of = |drives: Vec<DriveSpec>| {
             root_of(&MachineSpec { drives, ..Inherited::of_a_test(64 << 20).spec })
@@ -281,6 +296,12 @@ mod tests {
         assert_eq!(of(vec![root(), disk("data")]), None);
         let overlay = of(vec![root(), disk("root"), disk("data")]);
         assert_eq!(overlay, Some(RootDisk::Overlay { size_bytes }));
+        let shared = DiskSpec { read_only: true, ..spec("image") };
+        let stored = of(vec![DriveSpec::Disk(shared), disk("root"), disk("data")]);
+        assert_eq!(stored, Some(RootDisk::Overlay { size_bytes }));
+        let volume = DiskSpec { read_only: true, ..spec("image") };
+        let volume = of(vec![disk("root"), DriveSpec::Disk(volume)]);
+        assert_eq!(volume, Some(RootDisk::Whole { size_bytes: Some(size_bytes) }));
         let whole = of(vec![disk("root"), disk("data")]);
         assert_eq!(whole, Some(RootDisk::Whole { size_bytes: Some(size_bytes) }));
     }

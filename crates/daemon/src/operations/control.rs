@@ -8,8 +8,10 @@ use futures_util::FutureExt;
 use tokio::sync::mpsc;
 use vmfork_api::{
     DoctorReport, ErrorBody, ExecRequest, ForkReply, ForkRequest, HostInfo, Image, KillRequest,
-    RunRequest, SCHEMA, TreeNode, TtlReply, TtlRequest, Version, VmDetail,
+    RunRequest, SCHEMA, TransferReply, TransferRequest, TreeNode, TtlReply, TtlRequest, Version,
+    VmDetail,
 };
+use vmfork_guest_image::{Metadata, StoreError};
 use vmfork_qemu::probe;
 
 use super::error::ControlError;
@@ -20,6 +22,7 @@ use vmfork_host::error::chain;
 use vmfork_host::quotas::User;
 use vmfork_host::vm::End;
 use vmfork_peers::{end_everywhere, tell_lifetime};
+use vmfork_snapshots::guest_images;
 
 /// How long the agent may take to start a program, or to open a file.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(30);
@@ -68,16 +71,34 @@ impl Control for Hub {
             let listed = self.core.images.list().map_err(ControlError::from);
             let listed = listed.map_err(|error| error.to_body("list the images"))?;
             let live = self.core.registry.live();
-            Ok(listed
-                .into_iter()
-                .map(|metadata| {
-                    let mut image = metadata.to_api();
-                    let users =
-                        live.iter().filter(|vm| vm.identity.spec().image == image.name).count();
-                    image.vms = u32::try_from(users).unwrap_or(u32::MAX);
-                    image
-                })
-                .collect())
+            let shown = |metadata: &Metadata| {
+                let mut image = metadata.to_api();
+                let users = live.iter().filter(|vm| vm.identity.spec().image == image.name).count();
+                image.vms = u32::try_from(users).unwrap_or(u32::MAX);
+                let stored = metadata.root_stored.as_ref();
+                image.remote = stored.and_then(|stored| self.library.origin_of(stored));
+                image
+            };
+            Ok(tokio::task::block_in_place(|| listed.iter().map(shown).collect()))
+        }
+        .boxed()
+    }
+
+    fn push_image<'a>(
+        &'a self,
+        name: &'a str,
+        request: TransferRequest,
+    ) -> Answer<'a, TransferReply> {
+        guest_images::push(&self.library, name, request).boxed()
+    }
+
+    fn pull_image<'a>(&'a self, name: &'a str, request: TransferRequest) -> Answer<'a, Image> {
+        async move {
+            let name = guest_images::pull(&self.library, name, request).await?;
+            let all = self.images().await?;
+            let gone = || ControlError::from(StoreError::NotFound { name: name.clone() });
+            let found = all.into_iter().find(|image| image.name == name);
+            found.ok_or_else(|| gone().to_body(format!("pull image `{name}`")))
         }
         .boxed()
     }
@@ -86,11 +107,21 @@ impl Control for Hub {
         async move {
             let user =
                 self.core.registry.live().into_iter().find(|vm| vm.identity.spec().image == name);
-            let removed = match user {
-                Some(vm) => Err(ControlError::ImageInUse { vm: vm.name().to_owned() }),
-                None => self.core.images.remove(name).map_err(ControlError::from),
-            };
-            removed.map_err(|error| error.to_body(format!("remove image `{name}`")))
+            let failed = |error: ControlError| error.to_body(format!("remove image `{name}`"));
+            if let Some(vm) = user {
+                return Err(failed(ControlError::ImageInUse { vm: vm.name().to_owned() }));
+            }
+            {
+                let _turn = self.library.image_turn().await;
+                let metadata = self.core.images.metadata(name).ok();
+                // What may not go keeps all of it.
+                if let Some(stored) = metadata.and_then(|metadata| metadata.root_stored) {
+                    self.library.forget_image(&stored).await?;
+                }
+                self.core.images.remove(name).map_err(|error| failed(error.into()))?;
+            }
+            self.library.forget_unneeded().await;
+            Ok(())
         }
         .boxed()
     }

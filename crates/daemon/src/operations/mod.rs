@@ -8,6 +8,7 @@
 //! ```
 
 mod boot;
+mod boot_disks;
 mod boot_stored;
 mod control;
 mod disks;
@@ -65,6 +66,8 @@ impl Hub {
         let library = Library { core: Arc::clone(&core), forker: Arc::clone(&forker), snapshots };
         let library = Arc::new(library);
         prefetch::mind_memory(&library);
+        let tidies = Arc::clone(&library);
+        tokio::spawn(async move { tidies.forget_unneeded().await });
         let (weak, others) = (Arc::downgrade(&core), Arc::downgrade(&cluster));
         metrics.on_scrape(move |metrics| {
             let (Some(core), Some(cluster)) = (weak.upgrade(), others.upgrade()) else { return };

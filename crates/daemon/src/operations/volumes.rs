@@ -4,12 +4,14 @@ use futures_util::FutureExt;
 use tokio::task::block_in_place;
 use vmfork_api::{
     AttachRequest, DetachRequest, Disk, OnForkRequest, ResizeRequest, Volume, VolumeRequest,
+    VolumeSource,
 };
 
 use super::Hub;
-use super::boot::root_of;
+use super::boot_disks::{root_of, stored_as};
 use vmfork_control::{Answer, VolumeControl};
 use vmfork_host::vm::now_unix_ms;
+use vmfork_snapshots::guest_images::ROOT_DISK;
 
 impl VolumeControl for Hub {
     fn volumes(&self) -> Answer<'_, Vec<Volume>> {
@@ -20,6 +22,16 @@ impl VolumeControl for Hub {
         async move {
             let message = format!("create the volume `{}`", request.name);
             let core = &self.core;
+            let source = match request.source {
+                VolumeSource::Image { image } => match stored_as(core, &image) {
+                    Some(snapshot) => {
+                        VolumeSource::Snapshot { snapshot, disk: ROOT_DISK.to_owned() }
+                    }
+                    None => VolumeSource::Image { image },
+                },
+                source => source,
+            };
+            let request = VolumeRequest { source, ..request };
             let root_of = |image: &str| root_of(core, image);
             let made = core.disks.create_volume(request, now_unix_ms(), root_of).await;
             made.map_err(|error| error.to_body(message))

@@ -11,8 +11,8 @@ use futures_util::FutureExt;
 use tokio::sync::mpsc;
 use vmfork_api::{
     Accel, CheckStatus, ErrorBody, ErrorCode, ExecRequest, ForkReply, ForkRequest, HostInfo, Image,
-    KillRequest, Labels, RunRequest, SCHEMA, TreeNode, Ttl, TtlReply, TtlRequest, Version, Vm,
-    VmDetail, VmState,
+    KillRequest, Labels, RunRequest, SCHEMA, TransferReply, TransferRequest, TreeNode, Ttl,
+    TtlReply, TtlRequest, Version, Vm, VmDetail, VmState,
 };
 use vmfork_control::{
     Answer, ConsoleSession, Control, Events, ExecInput, ExecOutput, ExecSession, FileStream,
@@ -191,6 +191,40 @@ impl Control for Fake {
                 "used" => Err(ErrorBody::new(ErrorCode::Conflict, "image `used` is in use")),
                 _ => Ok(()),
             }
+        }
+        .boxed()
+    }
+
+    fn push_image<'a>(
+        &'a self,
+        name: &'a str,
+        request: TransferRequest,
+    ) -> Answer<'a, TransferReply> {
+        self.note(format!("push image {name} to {}", request.location));
+        async move {
+            Ok(TransferReply {
+                schema: SCHEMA.to_owned(),
+                names: vec![name.to_owned()],
+                sent_bytes: 4096,
+                total_ms: 1.0,
+            })
+        }
+        .boxed()
+    }
+
+    fn pull_image<'a>(&'a self, name: &'a str, request: TransferRequest) -> Answer<'a, Image> {
+        self.note(format!("pull image {name} from {} {}", request.location, request.wait));
+        async move {
+            Ok(Image {
+                name: name.to_owned(),
+                size_bytes: 4096,
+                created_unix_ms: 1,
+                origin: "imported".to_owned(),
+                kernel: String::new(),
+                agent: true,
+                vms: 0,
+                remote: Some(request.location),
+            })
         }
         .boxed()
     }

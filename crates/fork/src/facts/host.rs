@@ -82,10 +82,14 @@ pub fn shape_and_drives(core: &Core, facts: &Facts) -> Result<(Shape, Drives), E
 /// There is no image of that name here.
 pub fn image_files(core: &Core, facts: &Facts) -> Result<ImageFiles, Error> {
     let (image, root) = (&facts.spec().image, facts.spec().root_blake3());
-    match root.map(|blake3| core.images.open_root(image, blake3)) {
-        Some(Ok(Some(files))) => Ok(files),
-        _ => Ok(open_image(core, image)?),
+    let files = match root.map(|blake3| core.images.open_root(image, blake3)) {
+        Some(Ok(Some(files))) => files,
+        _ => open_image(core, image)?,
+    };
+    if root.is_some() && files.metadata.root_stored.is_some() {
+        return Err(Unlike::RootStored { image: image.clone() }.into());
     }
+    Ok(files)
 }
 
 /// The image that its VM booted from, with the same root disk, if it has one of an image.

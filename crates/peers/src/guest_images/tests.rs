@@ -53,6 +53,7 @@ impl Host {
             root_disk: true,
             input_hash: None,
             tree_hash: None,
+            root_stored: None,
             files: BTreeMap::from(files.map(|(name, content)| (name.to_owned(), info(content)))),
         };
         let root = info(root).blake3;

@@ -4,11 +4,13 @@ use axum::http::StatusCode;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::IntoResponse;
 use vmfork_api::schema::Name;
-use vmfork_api::{DoctorReport, ErrorBody, HostInfo, Image, Version};
+use vmfork_api::{
+    DoctorReport, ErrorBody, HostInfo, Image, TransferReply, TransferRequest, Version,
+};
 
 use super::App;
 use super::error::ApiError;
-use super::extract::ImageName;
+use super::extract::{Body, ImageName};
 
 /// Versions of the daemon, QEMU and the kernel.
 #[utoipa::path(get, path = "/v1/version", tag = "host", responses(
@@ -57,6 +59,35 @@ pub(super) async fn remove_image(
 ) -> Result<StatusCode, ApiError> {
     app.control.remove_image(&name).await?;
     Ok(StatusCode::NO_CONTENT)
+}
+
+/// Copy an image to another store.
+#[utoipa::path(post, path = "/v1/images/{name}/push", tag = "host",
+    params(("name" = Name, Path, description = "The image's name")),
+    request_body = TransferRequest,
+    responses((status = 200, body = TransferReply), (status = "default", body = ErrorBody))
+)]
+pub(super) async fn push_image(
+    State(app): State<App>,
+    ImageName(name): ImageName,
+    Body(request): Body<TransferRequest>,
+) -> Result<Json<TransferReply>, ApiError> {
+    Ok(Json(app.control.push_image(&name, request).await?))
+}
+
+/// Bring an image from another store. VMs can boot from it at once; its root comes as it is read,
+/// and in the background.
+#[utoipa::path(post, path = "/v1/images/{name}/pull", tag = "host",
+    params(("name" = Name, Path, description = "The image's name")),
+    request_body = TransferRequest,
+    responses((status = 200, body = Image), (status = "default", body = ErrorBody))
+)]
+pub(super) async fn pull_image(
+    State(app): State<App>,
+    ImageName(name): ImageName,
+    Body(request): Body<TransferRequest>,
+) -> Result<Json<Image>, ApiError> {
+    Ok(Json(app.control.pull_image(&name, request).await?))
 }
 
 /// This document.

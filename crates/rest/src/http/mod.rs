@@ -172,6 +172,8 @@ fn routes() -> OpenApiRouter<App> {
         .routes(routes!(host::doctor))
         .routes(routes!(host::host))
         .routes(routes!(host::images))
+        .routes(routes!(host::push_image))
+        .routes(routes!(host::pull_image))
         .routes(routes!(host::remove_image))
         .routes(routes!(vms::list, vms::run))
         .routes(routes!(vms::inspect, vms::remove))

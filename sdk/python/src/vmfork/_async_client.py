@@ -47,7 +47,8 @@ from ._models import (
 )
 from ._new_disk import NewDisk
 from ._protocol import Call
-from ._snapshot_models import StartReply
+from ._snapshot_models import StartReply, TransferReply
+from ._snapshot_protocol import location_of
 from ._transport import (
     async_transport,
     client_options,
@@ -172,6 +173,23 @@ class AsyncClient:
     async def remove_image(self, name: str) -> None:
         """Delete a guest image; :class:`Conflict` while a VM uses it."""
         await self._send(protocol.remove_image(name, self._timeout))
+
+    async def push_image(self, name: str, location: str | os.PathLike[str]) -> TransferReply:
+        """Copy a guest image to another store: a folder of the host or ``s3://BUCKET/PREFIX``."""
+        there = location_of(location, self._endpoint)
+        return await self._send(protocol.push_image(name, there, self._timeout))
+
+    async def pull_image(
+        self, name: str, location: str | os.PathLike[str], *, wait: bool = False
+    ) -> Image:
+        """Bring a guest image from another store; VMs can boot from it when this returns.
+
+        Its root comes as VMs read it, and in the background; with ``wait`` all of it is here.
+        """
+        there = location_of(location, self._endpoint)
+        return await self._send(
+            protocol.pull_image(name, there, wait=wait, timeout=self._timeout)
+        )
 
     async def disks(self) -> list[HostDisk]:
         """The disks of this host: those of VMs, and those that VMs of earlier daemons left."""

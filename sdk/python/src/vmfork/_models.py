@@ -473,6 +473,8 @@ class Image:
     kernel: str = ""
     agent: bool = True
     vms: int = 0
+    remote: str | None = None
+    """Where it was pulled from, while its root depends on that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,7 @@ from ._models import (
     VmInfo,
 )
 from ._new_disk import NewDisk
+from ._snapshot_models import TransferReply
 from ._warnings import warn_of_missing
 
 T = TypeVar("T")
@@ -116,6 +117,28 @@ def images(timeout: Timeout) -> Call[list[Image]]:
 def remove_image(name: str, timeout: Timeout) -> Call[None]:
     path = f"{API}/images/{_segment(name, 'image')}"
     return Call(f"remove image `{name}`", "DELETE", path, _nothing, timeout.request_s)
+
+
+def push_image(name: str, location: str, timeout: Timeout) -> Call[TransferReply]:
+    return Call(
+        f"push image `{name}` to {location}",
+        "POST",
+        f"{API}/images/{_segment(name, 'image')}/push",
+        _model(TransferReply),
+        timeout.store_s,
+        json_body={"location": location},
+    )
+
+
+def pull_image(name: str, location: str, *, wait: bool, timeout: Timeout) -> Call[Image]:
+    return Call(
+        f"pull image `{name}` from {location}",
+        "POST",
+        f"{API}/images/{_segment(name, 'image')}/pull",
+        _model(Image),
+        timeout.store_s,
+        json_body={"location": location, "wait": wait},
+    )
 
 
 def disks(timeout: Timeout) -> Call[list[HostDisk]]:

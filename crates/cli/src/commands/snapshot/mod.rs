@@ -161,7 +161,7 @@ fn removal(removed: &RemovedSnapshots) -> String {
 }
 
 /// `` `a`, `b` and `c` ``.
-fn quoted(names: &[String]) -> String {
+pub(super) fn quoted(names: &[String]) -> String {
     let mut text = String::new();
     for (i, name) in names.iter().enumerate() {
         text.push_str(match names.len() - i {

@@ -1,14 +1,12 @@
 //! `vmfork snapshot push` and `pull`: between this host's store and another.
 
-use std::path::Path;
-
-use anyhow::{Context as _, anyhow};
 use vmfork_api::{Snapshot, SnapshotState, TransferReply, TransferRequest};
 
-use super::{progress, quoted, route, show};
+use super::{progress, route, show};
 use crate::client::WHOLE;
-use crate::config::{Endpoint, Global};
-use crate::failure::{Exit, HintExt as _, Misuse};
+use crate::commands::stores::{placed, pushed};
+use crate::config::Global;
+use crate::failure::Exit;
 use crate::format;
 use crate::start::reach;
 
@@ -25,18 +23,6 @@ pub(super) async fn push(global: &Global, name: &str, location: &str) -> anyhow:
         global.printer.note(&pushed(name, &location, &reply));
     }
     Ok(Exit::Done)
-}
-
-fn pushed(name: &str, location: &str, reply: &TransferReply) -> String {
-    if reply.names.is_empty() {
-        return format!("`{name}` is already in {location}");
-    }
-    format!(
-        "Pushed {} to {location} in {}, {} sent",
-        quoted(&reply.names),
-        format::millis(reply.total_ms),
-        format::size(reply.sent_bytes)
-    )
 }
 
 pub(super) async fn pull(
@@ -78,65 +64,4 @@ pub(super) async fn pull(
         global.printer.note(&format!("Pulled `{name}`: {}", show::stored(&snapshot)));
     }
     Ok(Exit::Done)
-}
-
-/// The location for the daemon, which has another working folder: a relative path made absolute.
-fn placed(global: &Global, location: &str) -> anyhow::Result<String> {
-    if location.contains("://") || Path::new(location).is_absolute() {
-        return Ok(location.to_owned());
-    }
-    match &global.endpoint {
-        Endpoint::Unix(_) => {
-            let path = std::path::absolute(location)
-                .with_context(|| format!("make the path of the folder {location} absolute"))?;
-            let text = path.to_str().ok_or_else(|| {
-                anyhow!("the path of the folder {} is not UTF-8; rename it", path.display())
-            })?;
-            Ok(text.to_owned())
-        }
-        Endpoint::Tcp(_) => {
-            Err(Misuse(format!("{location}: a relative path has no meaning to a remote daemon")))
-                .hint("use an absolute path on the daemon's host")
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::args::RawGlobal;
-    use crate::config::Environment;
-
-    #[test]
-    fn a_folder_is_named_from_the_root_and_a_bucket_as_it_is() {
-        let here = Global::new(&RawGlobal::default(), &Environment::default()).unwrap();
-        for given in ["s3://bucket/prefix", "/srv/store", "/srv/../store"] {
-            assert_eq!(placed(&here, given).unwrap(), given);
-        }
-        let folder = std::env::current_dir().unwrap();
-        assert_eq!(placed(&here, "store").unwrap(), folder.join("store").to_str().unwrap());
-        let host = Some("tcp://127.0.0.1:7".into());
-        let there =
-            Global::new(&RawGlobal::default(), &Environment { host, ..Environment::default() });
-        let there = there.unwrap();
-        assert!(placed(&there, "s3://bucket/prefix").is_ok());
-        assert!(placed(&there, "/srv/store").is_ok());
-        assert!(crate::failure::is_misuse(&placed(&there, "store").unwrap_err()));
-    }
-
-    #[test]
-    fn what_was_there_already_is_not_said_to_be_pushed() {
-        let mut reply = TransferReply {
-            schema: vmfork_api::SCHEMA.to_owned(),
-            names: vec!["base".to_owned(), "warm".to_owned()],
-            sent_bytes: 3 << 20,
-            total_ms: 1250.0,
-        };
-        assert_eq!(
-            pushed("warm", "/srv", &reply),
-            "Pushed `base` and `warm` to /srv in 1.25 s, 3 MiB sent"
-        );
-        reply.names.clear();
-        assert_eq!(pushed("warm", "/srv", &reply), "`warm` is already in /srv");
-    }
 }

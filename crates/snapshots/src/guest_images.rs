@@ -1,0 +1,326 @@
+//! Guest images in stores of snapshots: pushed to one, and pulled from it.
+//!
+//! ```text
+//!   push  kernel, initrd, root ─► disks of a stored snapshot, whose `vm` has the metadata
+//!   pull  adopt ─► read kernel, initrd ─► the image is there, its root a stored disk
+//!                                             └─ all chunks here ─► its root is a file
+//! ```
+//!
+//! Promises: a VM boots from an image as soon as its kernel and initrd are here. What it reads of
+//! the root was verified, chunk by chunk. Snapshots are listed without such images.
+//!
+//! Left to others: the folder of images (`vmfork-guest-image`), disks of VMs.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt as _;
+use std::sync::Arc;
+use std::time::Instant;
+
+use tokio::sync::MutexGuard;
+use vmfork_api::{ErrorBody, SCHEMA, TransferReply, TransferRequest};
+use vmfork_disk::Lower as _;
+use vmfork_guest_image::{Arrival, ImageFiles, Metadata};
+use vmfork_image::{PAGE_BYTES, PageIdx, PageRange};
+use vmfork_store::{Compression, Draft, Extent, ImageDraft, Role};
+
+use crate::create::{CHUNK_PAGES, ZSTD_LEVEL};
+use crate::error::{GuestImageError, SnapshotError};
+use crate::keep::{self, with_work};
+use crate::kind::{Kind, described, is_guest_image, metadata_of};
+use crate::library::{Library, Snapshots};
+use crate::location::{For, store_at};
+use crate::transfer::bring;
+use crate::work::blocking;
+use vmfork_host::error::{chain, outcome};
+
+/// The disk of a stored image that is its root.
+pub const ROOT_DISK: &str = "root";
+const ROOT_FILE: &str = "root.img";
+/// Of a stored disk.
+const SECTOR_BYTES: u64 = 512;
+/// What is read at a time of a stored file.
+const PIECE_PAGES: u64 = 256;
+/// A kernel or an initrd that is larger is none.
+const FILE_BYTES_MAX: u64 = 1 << 30;
+
+/// Its disk, and the file of the image that it holds.
+const PARTS: [(&str, &str); 3] =
+    [("kernel", "kernel"), ("initrd", "initrd"), (ROOT_DISK, ROOT_FILE)];
+
+/// Copy a guest image to another store.
+///
+/// # Errors
+/// There is none of that name here; another one has its name there.
+pub async fn push(
+    library: &Arc<Library>,
+    name: &str,
+    request: TransferRequest,
+) -> Result<TransferReply, ErrorBody> {
+    let began = Instant::now();
+    let message = format!("push image `{name}` to {}", request.location);
+    let failed = |error: SnapshotError| error.to_body(&message);
+    let name = name.to_owned();
+    let (names, sent_bytes) = with_work(library, move |library, work| {
+        let files = vmfork_host::core::open_image(&library.core, &name)
+            .map_err(|error| SnapshotError::Host(error.into()))?;
+        let snapshots = &library.snapshots;
+        let other = store_at(&request.location, For::Writing, &snapshots.runtime)?;
+        if let Some(stored) = &files.metadata.root_stored {
+            let copied = snapshots.store.copy_to(stored, &other, work)?;
+            return Ok((copied.names, copied.bytes));
+        }
+        match other.descriptor(&name).ok().as_ref().map(metadata_of) {
+            Some(Some(there)) if there.files == files.metadata.files => return Ok((Vec::new(), 0)),
+            _ => {}
+        }
+        let (draft, parts) = draft(files)?;
+        let read = |role: &Role, range: PageRange, bytes: &mut [u8]| {
+            let part = parts.iter().find(|(of, _)| of == role);
+            part.map_or(Err(io::ErrorKind::NotFound.into()), |(_, file)| {
+                read_at(file, range, bytes)
+            })
+        };
+        let stored = other.create(draft, &read, work)?;
+        Ok((vec![name], stored.counts().stored_bytes))
+    })
+    .await
+    .map_err(failed)?;
+    let total_ms = vmfork_fork::ms(began.elapsed());
+    Ok(TransferReply { schema: SCHEMA.to_owned(), names, sent_bytes, total_ms })
+}
+
+/// How it is stored, and the files that its images are read from.
+fn draft(mut files: ImageFiles) -> Result<(Draft, Vec<(Role, File)>), SnapshotError> {
+    let metadata = files.metadata.clone();
+    let opened = [files.kernel.take(), files.initrd.take(), files.root.take()];
+    let mut parts = Vec::new();
+    let mut images = Vec::new();
+    for ((disk, _), file) in PARTS.into_iter().zip(opened) {
+        let Some(file) = file else { continue };
+        let length = file.metadata().map_err(|source| SnapshotError::Stream { source })?.len();
+        let bytes = length.next_multiple_of(SECTOR_BYTES);
+        let (role, all) = (Role::Disk(disk.parse()?), PageRange::first(bytes.div_ceil(PAGE_BYTES)));
+        images.push(ImageDraft {
+            role: role.clone(),
+            bytes,
+            base: None,
+            extents: vec![(all, Extent::Own)],
+            compression: Compression::Zstd { level: ZSTD_LEVEL },
+            chunk_pages: CHUNK_PAGES,
+            keep_zero_pages: false,
+        });
+        parts.push((role, file));
+    }
+    let vm = described(&metadata);
+    Ok((Draft { name: metadata.name, id: None, images, state: Vec::new(), vm }, parts))
+}
+
+/// Bytes of a file, and zeros after its end.
+fn read_at(file: &File, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {
+    let mut done = 0;
+    while let Some(rest) = bytes.get_mut(done..).filter(|rest| !rest.is_empty()) {
+        match file.read_at(rest, range.byte_offset() + done as u64) {
+            Ok(0) => {
+                rest.fill(0);
+                return Ok(());
+            }
+            Ok(read) => done += read,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// Bring a guest image from another store: VMs can boot from it when this returns. With `wait`, all
+/// of it is here then, and its root is a file. → what it is called here.
+///
+/// # Errors
+/// There is none of that name; another one has its name here; a file is not what was stored.
+pub async fn pull(
+    library: &Arc<Library>,
+    name: &str,
+    request: TransferRequest,
+) -> Result<String, ErrorBody> {
+    let message = format!("pull image `{name}` from {}", request.location);
+    let wait = request.wait;
+    let comes = Coming::begin(library, name);
+    let stored = bring(library, (Kind::GuestImage, name), request, message.clone()).await;
+    let stored = match stored {
+        Ok(stored) => stored,
+        Err(error) => {
+            drop(comes);
+            library.forget_unneeded().await;
+            return Err(error);
+        }
+    };
+    let comes = [comes, Coming::begin(library, &stored)];
+    let (library, failed) = (Arc::clone(library), message.clone());
+    // A task of its own: what was brought becomes an image or goes, also when the client
+    // disconnects.
+    let task = tokio::spawn(async move {
+        let taken = {
+            let _turn = library.snapshots.image_turn.lock().await;
+            let library = Arc::clone(&library);
+            blocking(move || library.take_in(&stored, wait)).await
+        };
+        drop(comes);
+        library.forget_unneeded().await;
+        taken.map_err(|error| error.to_body(failed))
+    });
+    outcome(task, message).await
+}
+
+/// An image of this stored name is being brought: it is needed, though no image names it yet.
+struct Coming {
+    library: Arc<Library>,
+    name: String,
+}
+
+impl Coming {
+    fn begin(library: &Arc<Library>, name: &str) -> Self {
+        library.snapshots.coming().push(name.to_owned());
+        Self { library: Arc::clone(library), name: name.to_owned() }
+    }
+}
+
+impl Drop for Coming {
+    fn drop(&mut self) {
+        let mut coming = self.library.snapshots.coming();
+        if let Some(at) = coming.iter().position(|name| *name == self.name) {
+            coming.swap_remove(at);
+        }
+    }
+}
+
+impl Library {
+    /// Make an image of what was brought. → its name here.
+    fn take_in(&self, stored: &str, whole: bool) -> Result<String, SnapshotError> {
+        let descriptor = self.snapshots.store.descriptor(stored)?;
+        let bad =
+            |why: &str| GuestImageError::Unfit { name: stored.to_owned(), why: why.to_owned() };
+        let metadata = metadata_of(&descriptor).ok_or_else(|| bad("its description"))?;
+        for (disk, file) in PARTS {
+            let bytes = descriptor.image(&Role::Disk(disk.parse()?)).map(|image| image.bytes);
+            let said = metadata.files.get(file).map(|file| file.size_bytes);
+            let said = said.map(|bytes| bytes.checked_next_multiple_of(SECTOR_BYTES));
+            if bytes != said.flatten() || said == Some(None) {
+                return Err(bad(file).into());
+            }
+        }
+        let images = &self.core.images;
+        let all = images.list().map_err(|error| GuestImageError::Images(Box::new(error)))?;
+        let same = all.into_iter().find(|here| here.files == metadata.files);
+        let has_root = metadata.files.contains_key(ROOT_FILE);
+        let root_stored = (has_root && !whole).then(|| stored.to_owned());
+        let becomes_whole = whole && same.as_ref().is_some_and(|here| here.root_stored.is_some());
+        let name = same.as_ref().map_or(&metadata.name, |here| &here.name).clone();
+        if same.is_some() && !becomes_whole {
+            return Ok(name);
+        }
+        let metadata = Metadata { root_stored, name: name.clone(), ..metadata };
+        let mut arrival = images.arrive(metadata).map_err(Box::new)?;
+        for (disk, file) in PARTS {
+            if arrival.files().iter().any(|wanted| wanted == file) {
+                self.snapshots.copy_disk(stored, disk, file, &mut arrival)?;
+            }
+        }
+        if becomes_whole {
+            arrival.replace().map_err(Box::new)?;
+            return Ok(name);
+        }
+        Ok(arrival.commit().map_err(Box::new)?)
+    }
+
+    /// Remove what this host's store has of images that no image here names, unless disks or
+    /// snapshots need it. Whatever leaves such a thing, be it a crash, the next call removes it.
+    pub async fn forget_unneeded(self: &Arc<Self>) {
+        let _turn = self.snapshots.image_turn.lock().await;
+        let library = Arc::clone(self);
+        let unneeded = blocking(move || library.unneeded()).await;
+        let unneeded = unneeded.unwrap_or_else(|error| {
+            let error = chain(&error);
+            tracing::warn!(error, "what the store has of images can't be told");
+            Vec::new()
+        });
+        for stored in unneeded {
+            match keep::remove_all(self, &stored, false).await {
+                Ok(_) => tracing::info!(stored, "no image needs this stored one any more"),
+                Err(error) => tracing::debug!(stored, error = chain(&error), "it is needed"),
+            }
+        }
+    }
+
+    fn unneeded(&self) -> Result<Vec<String>, SnapshotError> {
+        let images = self.core.images.list();
+        let images = images.map_err(|error| GuestImageError::Images(Box::new(error)))?;
+        let stored = self.snapshots.store.list()?.into_iter();
+        let stored = stored.filter(|(_, found)| found.as_ref().is_ok_and(is_guest_image));
+        let coming = self.snapshots.coming().clone();
+        let is_needed = |name: &String| {
+            coming.contains(name)
+                || images.iter().any(|image| image.root_stored.as_ref() == Some(name))
+        };
+        Ok(stored.map(|(name, _)| name).filter(|name| !is_needed(name)).collect())
+    }
+
+    /// While this is held, no image becomes one here, and none goes.
+    pub async fn image_turn(&self) -> MutexGuard<'_, ()> {
+        self.snapshots.image_turn.lock().await
+    }
+
+    /// Where a guest image was pulled from, as long as its root depends on that. Blocks as long as
+    /// reading a small file takes.
+    pub fn origin_of(&self, stored: &str) -> Option<String> {
+        self.snapshots.store.origin(stored).ok().flatten()
+    }
+
+    /// Remove what this host's store has of a guest image.
+    ///
+    /// # Errors
+    /// Disks or snapshots need it.
+    pub async fn forget_image(self: &Arc<Self>, stored: &str) -> Result<(), ErrorBody> {
+        match self.snapshots.store.descriptor(stored) {
+            Ok(descriptor) if is_guest_image(&descriptor) => {
+                let removed = keep::remove_all(self, stored, false).await;
+                let failed =
+                    |error: SnapshotError| error.to_body(format!("remove image `{stored}`"));
+                removed.map(drop).map_err(failed)
+            }
+            // It is gone, or was never here.
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Snapshots {
+    /// Read a stored file of an image, as long as that was.
+    fn copy_disk(
+        &self,
+        stored: &str,
+        disk: &str,
+        file: &str,
+        arrival: &mut Arrival,
+    ) -> Result<(), SnapshotError> {
+        let image = self.disk_by_name(stored, disk)?;
+        let mut arriving = arrival.begin(file).map_err(Box::new)?;
+        let length = arriving.expected_bytes();
+        if length > image.size_bytes() || (file != ROOT_FILE && length > FILE_BYTES_MAX) {
+            let (name, why) = (stored.to_owned(), file.to_owned());
+            return Err(GuestImageError::Unfit { name, why }.into());
+        }
+        let pages = length.div_ceil(PAGE_BYTES).min(image.size_bytes().div_ceil(PAGE_BYTES));
+        let mut left = length;
+        for first in (0..pages).step_by(usize::try_from(PIECE_PAGES).unwrap_or(1)) {
+            let range = PageRange::new(PageIdx(first), PIECE_PAGES.min(pages - first));
+            let range = range.map_err(|_beyond| SnapshotError::Empty)?;
+            let mut bytes = vec![0; usize::try_from(range.byte_len()).unwrap_or(0)];
+            image.read(range, &mut bytes).map_err(|source| SnapshotError::Stream { source })?;
+            bytes.truncate(usize::try_from(left).unwrap_or(usize::MAX));
+            arriving.write(&bytes).map_err(Box::new)?;
+            left -= bytes.len() as u64;
+        }
+        Ok(arrival.end(arriving).map_err(Box::new)?)
+    }
+}
