@@ -149,7 +149,10 @@ impl<'a> Start<'a> {
         let spec = MachineSpec {
             drives: drives(&files, &stored.contents),
             accel: accel_word(choice.accel),
-            accel_reason: choice.reason.clone(),
+            accel_reason: match accel_word(choice.accel) == spec.accel {
+                true => spec.accel_reason.clone(),
+                false => choice.reason.clone(),
+            },
             ..inherited.spec
         };
         Ok(Self {
