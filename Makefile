@@ -13,7 +13,7 @@ help: ## list these targets
 demo: build ## build everything, then fork a running VM and do a real job on its clones
 	@mk/demo.sh $(ARGS)
 
-test: setup ## all tests, in under 20 minutes: check, then the built programs from outside
+test: setup ## all tests: check, then the built programs from outside; not again what has passed unchanged
 	@mk/test.sh
 
 soak: setup ## the long tests, for hours: VMFORK_TEST_SEED=N repeats a run

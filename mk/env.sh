@@ -60,15 +60,15 @@ step() {
 # are files of the checkout, but for what a pathspec excludes, and the host's kernel, packages and
 # number of cores. What VMFORK_ variables say counts, too. It fails if any of that can't be told.
 test_inputs() {
-	inputs=$(mktemp) || return 1
+	listed=$(mktemp) || return 1
 	{
-		git ls-files -coz --exclude-standard -- . ':!*.rs' "$@" >"$inputs" &&
-			[ -s "$inputs" ] && xargs -0 sha256sum <"$inputs" &&
+		git ls-files -coz --exclude-standard -- . ':!*.rs' "$@" >"$listed" &&
+			[ -s "$listed" ] && xargs -0 sha256sum <"$listed" &&
 			uname -srvm && nproc && ls -l /dev/kvm /dev/userfaultfd 2>&1 &&
 			grep MemTotal /proc/meminfo && cat /var/lib/dpkg/status &&
 			env | grep '^VMFORK_' | grep -v '^VMFORK_TEST_\(CACHE\|TIMES\|PASSED\|INPUTS\)=' | sort
-	} && rm -f "$inputs" && return
-	rm -f "$inputs"
+	} && rm -f "$listed" && return
+	rm -f "$listed"
 	return 1
 }
 

@@ -39,7 +39,12 @@ def _described(daemon: Daemon, image: str) -> dict[str, object]:
 
 @pytest.mark.limit(300)
 def test_vms_boot_from_an_image_of_which_the_host_has_nothing(
-    other: Daemon, image: str, pushed: Path, cli: Cli, tmp_path: Path
+    other: Daemon,
+    make_daemon: Callable[..., Daemon],
+    image: str,
+    pushed: Path,
+    cli: Cli,
+    tmp_path: Path,
 ) -> None:
     there = Cli(other)
     with other.client() as client:
@@ -68,12 +73,20 @@ def test_vms_boot_from_an_image_of_which_the_host_has_nothing(
             assert (images["image"].base, images["image"].own_pages) == (image, 0)
         with pytest.raises(vmfork.Conflict, match="kept"):
             client.remove_image(image)
+        # All of it has come meanwhile, or comes now: then the store is needed no more.
+        eventually(lambda: client.images()[0].remote is None, 120, "all of it is here")
+        # What a snapshot has of the image goes along with it.
+        client.snapshots.export("kept", tmp_path / "kept")
+        third = make_daemon().start()
+        with third.client() as elsewhere:
+            assert [one.name for one in elsewhere.snapshots.import_(tmp_path / "kept")] == ["kept"]
+            assert elsewhere.snapshots.verify("kept").ok
+            elsewhere.snapshots.remove("kept")
+        third.stop()
         (again,) = client.snapshots.start("kept", names=["again"]).raise_for_errors()
         with again:
             assert again.exec("cat /srv/word", check=True).stdout_text == "word\n"
         client.snapshots.remove("kept")
-        # All of it has come meanwhile, or comes now: then the store is needed no more.
-        eventually(lambda: client.images()[0].remote is None, 120, "all of it is here")
         client.volumes.create("copy", image=image)
         client.volumes.remove("copy")
         with client.run(image, name="mem", memory_mib=256) as vm:

@@ -56,7 +56,7 @@ pub use artifacts::{Artifacts, ArtifactsError};
 pub use build::{BuildOptions, Built, build};
 pub use error::{ArrivalError, BuildError, ImportError, StoreError};
 pub use import::{Brought, ImportOptions, import};
-pub use metadata::{FileInfo, Metadata};
+pub use metadata::{FileInfo, INITRD_FILE, KERNEL_FILE, Metadata, ROOT_FILE};
 pub use process::Cancel;
 pub use progress::{Progress, Stage};
 pub use remedy::{PathError, Remedy};

@@ -7,9 +7,9 @@ use serde::{Deserialize, Serialize};
 /// Version of the layout of `image.json` and of the folder around it.
 pub(crate) const SCHEMA: &str = "vmfork-guest-image/1";
 /// The files that an image may have beside `image.json`.
-pub(crate) const KERNEL_FILE: &str = "kernel";
-pub(crate) const INITRD_FILE: &str = "initrd";
-pub(crate) const ROOT_FILE: &str = "root.img";
+pub const KERNEL_FILE: &str = "kernel";
+pub const INITRD_FILE: &str = "initrd";
+pub const ROOT_FILE: &str = "root.img";
 
 /// The contents of `image.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

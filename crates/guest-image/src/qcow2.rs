@@ -383,6 +383,11 @@ mod tests {
         assert!(seen.contains("no_new_privs: 1"), "{seen}");
         let refused = run(&["setpriv", "--reuid", "1", "--", "true"]);
         assert!(!refused.status.success(), "it has the right to become another user");
+        // The loopback is down, too.
+        let connects = "import socket; print(socket.socket().connect_ex(('127.0.0.1', 1)))";
+        let seen = run(&["python3", "-c", connects]);
+        let unreachable = format!("{}\n", rustix::io::Errno::NETUNREACH.raw_os_error());
+        assert_eq!(String::from_utf8_lossy(&seen.stdout), unreachable, "{seen:?}");
         let seen = run(&["ls", "/"]);
         let seen = String::from_utf8_lossy(&seen.stdout).into_owned();
         assert_eq!(

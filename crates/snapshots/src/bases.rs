@@ -53,9 +53,9 @@ impl Bases {
         others.with(self.clone())
     }
 
-    /// Those of which `is_there` says that a delta may be written on them.
-    pub(super) fn those(&self, is_there: impl Fn(&Role, &str, SnapshotId) -> bool) -> Self {
-        let all = self.0.iter().filter(|(role, base)| is_there(role, &base.at.name, base.at.id));
+    /// Those that `may` accepts, by their role and by the name and ID of their snapshot.
+    pub(super) fn those(&self, may: impl Fn(&Role, &str, SnapshotId) -> bool) -> Self {
+        let all = self.0.iter().filter(|(role, base)| may(role, &base.at.name, base.at.id));
         all.map(|(role, base)| (role.clone(), base.clone())).collect()
     }
 
@@ -110,7 +110,7 @@ mod tests {
         assert_eq!(base(&both, disk("a"), 64), None, "it has grown");
         assert_eq!(base(&both, disk("c"), 64), None);
         assert_eq!(both.name(), Some("full"));
-        // A snapshot that is gone, or of which another has the name, is no base.
+        // A snapshot that was removed is no base, though another has its name now.
         let there = both.those(|_, name, id| name == "disks" && id == disks);
         assert_eq!(base(&there, Role::Memory, 512), None);
         assert_eq!(there.name(), Some("disks"));

@@ -20,7 +20,7 @@ use std::time::Instant;
 use tokio::sync::MutexGuard;
 use vmfork_api::{ErrorBody, SCHEMA, TransferReply, TransferRequest};
 use vmfork_disk::Lower as _;
-use vmfork_guest_image::{Arrival, ImageFiles, Metadata};
+use vmfork_guest_image::{Arrival, INITRD_FILE, ImageFiles, KERNEL_FILE, Metadata, ROOT_FILE};
 use vmfork_image::{PAGE_BYTES, PageIdx, PageRange};
 use vmfork_store::{Compression, Draft, Extent, ImageDraft, Role};
 
@@ -36,7 +36,6 @@ use vmfork_host::error::{chain, outcome};
 
 /// The disk of a stored image that is its root.
 pub const ROOT_DISK: &str = "root";
-const ROOT_FILE: &str = "root.img";
 /// Of a stored disk.
 const SECTOR_BYTES: u64 = 512;
 /// What is read at a time of a stored file.
@@ -46,7 +45,7 @@ const FILE_BYTES_MAX: u64 = 1 << 30;
 
 /// Its disk, and the file of the image that it holds.
 const PARTS: [(&str, &str); 3] =
-    [("kernel", "kernel"), ("initrd", "initrd"), (ROOT_DISK, ROOT_FILE)];
+    [("kernel", KERNEL_FILE), ("initrd", INITRD_FILE), (ROOT_DISK, ROOT_FILE)];
 
 /// Copy a guest image to another store.
 ///

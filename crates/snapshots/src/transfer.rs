@@ -14,7 +14,7 @@ use vmfork_store::{Store, Work};
 
 use crate::error::SnapshotError;
 use crate::keep::with_work;
-use crate::kind::Kind;
+use crate::kind::{Kind, is_guest_image};
 use crate::library::Library;
 use crate::location::{For, store_at};
 use crate::placing::{Placed, Pulling};
@@ -129,8 +129,12 @@ pub async fn import(
             let mut source = Pieces { from: content, peer, piece: Bytes::new() };
             let outcome = library.snapshots.store.import(&mut source, name.as_deref(), &work);
             let outcome = outcome.map_err(SnapshotError::from);
-            let outcome = outcome.and_then(|stored| {
-                stored.iter().try_for_each(|one| Kind::Vm.check(one)).map(|()| stored)
+            // A snapshot may lie on a guest image, which comes with it.
+            let outcome = outcome.and_then(|stored| match stored.first() {
+                Some(first) if stored.iter().all(is_guest_image) => {
+                    Kind::Vm.check(first).map(|()| stored)
+                }
+                _ => Ok(stored),
             });
             if outcome.is_err() {
                 library.snapshots.collector.soon();
@@ -145,6 +149,7 @@ pub async fn import(
     };
     stored
         .iter()
+        .filter(|descriptor| !is_guest_image(descriptor))
         .map(|descriptor| library.snapshots.listed(&library.core, &descriptor.name))
         .collect()
 }

@@ -5,12 +5,12 @@ use anyhow::Context as _;
 use serde::Serialize;
 use tokio::sync::mpsc;
 use tokio::task::spawn_blocking;
-use vmfork_api::{Image, TransferReply, TransferRequest};
+use vmfork_api::{Image, TransferRequest};
 use vmfork_guest_image::{
     Artifacts, BuildOptions, Cancel, Metadata, Progress, Stage, Store, build, import,
 };
 
-use super::stores::{placed, pushed};
+use super::stores::{placed, push};
 use super::{for_each, kill};
 use crate::client::{Client, ConnectError, Query, WHOLE, find, unreachable};
 use crate::config::{BuildConfig, Global, ImageAction, ImportConfig};
@@ -50,7 +50,10 @@ pub(super) async fn run(global: &Global, action: ImageAction) -> anyhow::Result<
         ImageAction::Ls => list(global).await,
         ImageAction::Rm { images } => remove(global, images).await,
         ImageAction::Import(config) => take_over(global, config).await,
-        ImageAction::Push { name, location } => push(global, &name, &location).await,
+        ImageAction::Push { name, location } => {
+            let query = Query::new(format!("/v1/images/{name}/push"));
+            push(global, query, &name, &location).await
+        }
         ImageAction::Pull { name, location, wait } => pull(global, &name, &location, wait).await,
     }
 }
@@ -184,22 +187,6 @@ async fn list(global: &Global) -> anyhow::Result<Exit> {
     global
         .printer
         .table(&["IMAGE", "ORIGIN", "KERNEL", "AGENT", "SIZE", "AGE", "VMS"], rows.collect())?;
-    Ok(Exit::Done)
-}
-
-async fn push(global: &Global, name: &str, location: &str) -> anyhow::Result<Exit> {
-    let location = placed(global, location)?;
-    let client = reach(global).await?;
-    let spinner = global.printer.spinner(format!("Pushing `{name}` to {location}"));
-    let request = TransferRequest { location: location.clone(), wait: false };
-    let query = Query::new(format!("/v1/images/{name}/push"));
-    let reply: TransferReply = client.post(query, &request, WHOLE).await?;
-    spinner.finish_and_clear();
-    if global.printer.json {
-        global.printer.document(&reply)?;
-    } else {
-        global.printer.note(&pushed(name, &location, &reply));
-    }
     Ok(Exit::Done)
 }
 

@@ -3,15 +3,37 @@
 use std::path::Path;
 
 use anyhow::{Context as _, anyhow};
-use vmfork_api::TransferReply;
+use vmfork_api::{TransferReply, TransferRequest};
 
 use super::snapshot::quoted;
+use crate::client::{Query, WHOLE};
 use crate::config::{Endpoint, Global};
-use crate::failure::{HintExt as _, Misuse};
+use crate::failure::{Exit, HintExt as _, Misuse};
 use crate::format;
+use crate::start::reach;
 
-/// What was copied, for a person.
-pub(super) fn pushed(name: &str, location: &str, reply: &TransferReply) -> String {
+/// Have something of this name copied to another store. `push` is its route.
+pub(super) async fn push(
+    global: &Global,
+    push: Query,
+    name: &str,
+    location: &str,
+) -> anyhow::Result<Exit> {
+    let location = placed(global, location)?;
+    let client = reach(global).await?;
+    let spinner = global.printer.spinner(format!("Pushing `{name}` to {location}"));
+    let request = TransferRequest { location: location.clone(), wait: false };
+    let reply: TransferReply = client.post(push, &request, WHOLE).await?;
+    spinner.finish_and_clear();
+    if global.printer.json {
+        global.printer.document(&reply)?;
+    } else {
+        global.printer.note(&pushed(name, &location, &reply));
+    }
+    Ok(Exit::Done)
+}
+
+fn pushed(name: &str, location: &str, reply: &TransferReply) -> String {
     if reply.names.is_empty() {
         return format!("`{name}` is already in {location}");
     }

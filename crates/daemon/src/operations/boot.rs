@@ -74,7 +74,7 @@ impl Patience {
 /// Nothing is left running.
 pub(super) async fn run(hub: &Hub, user: User, request: RunRequest) -> Result<Arc<Vm>, ErrorBody> {
     let core = &hub.core;
-    let files = open_image(core, &request.image)?;
+    let mut files = open_image(core, &request.image)?;
     let choice = choose_accel(request.accel).map_err(|error| error.to_body("run with KVM"))?;
     let memory_mib = request.memory_mib.unwrap_or_else(|| files.metadata.default_memory_mib.into());
     let cpus = request.cpus.unwrap_or(1);
@@ -95,11 +95,13 @@ pub(super) async fn run(hub: &Hub, user: User, request: RunRequest) -> Result<Ar
     let lease = admit(core, ask, &message).await?;
     // After its admission: one that is refused makes no files.
     let disks = boot_disks::contents(core, &wanted).await;
-    let (root, disks) = (wanted.root, disks);
     let disks = disks.map_err(|error| error.to_body(message.as_str()))?;
+    if !wanted.has_root_file() {
+        files.root = None;
+    }
     let spec = MachineSpec {
         image: request.image,
-        drives: drives(&files.metadata, root, &disks),
+        drives: drives(&files, &disks),
         nics: 0,
         memory_bytes,
         cpus,
@@ -113,7 +115,7 @@ pub(super) async fn run(hub: &Hub, user: User, request: RunRequest) -> Result<Ar
         user,
         files,
         choice,
-        root,
+        root: wanted.root,
         disks,
         inherited: Inherited { spec, labels: request.labels },
         snapshot: None,
@@ -135,6 +137,7 @@ pub(super) struct Order {
     pub(super) id: String,
     pub(super) name: String,
     pub(super) user: User,
+    /// Its root is the VM's first drive, if it is there.
     pub(super) files: ImageFiles,
     pub(super) choice: AccelChoice,
     /// Which of the disks is the root's: the first, if there is one.
@@ -273,11 +276,7 @@ async fn bring_up(
     let core = &forker.core;
     let patience = Patience::new(timeout);
     let guest = if files.kernel.is_some() { GuestKind::Linux } else { GuestKind::Bare };
-    let root = match root_disk {
-        Some(RootDisk::Whole { .. }) => None,
-        Some(RootDisk::Overlay { .. }) | None => files.root,
-    };
-    let root = root.map(|root| DriveContent::ReadOnly(root.into()));
+    let root = files.root.map(|root| DriveContent::ReadOnly(root.into()));
     let drives = Drives::new(guest, root.into_iter().collect()).map_err(RunError::Drives)?;
     let shape = Shape::new(
         vm.identity.spec().memory_bytes,

@@ -14,7 +14,7 @@ use std::path::PathBuf;
 
 use vmfork_api::disk::{ROOT_NAME, RootDisk, root_disk};
 use vmfork_api::{DiskSource, NewDisk, RunRequest};
-use vmfork_guest_image::Metadata;
+use vmfork_guest_image::{ImageFiles, Metadata};
 use vmfork_host::core::{Core, open_image};
 use vmfork_host::disks::{DiskContent, DiskError};
 use vmfork_host::error::Error as HostError;
@@ -35,16 +35,17 @@ pub(super) struct Wanted {
     pub(super) disks: Vec<NewDisk>,
 }
 
-/// Of a VM that boots from these.
-pub(super) fn drives(
-    of: &Metadata,
-    root: Option<RootDisk>,
-    disks: &[DiskContent],
-) -> Vec<DriveSpec> {
-    let is_whole = matches!(root, Some(RootDisk::Whole { .. }));
-    let is_file = of.root_stored.is_none();
-    let root = of.root_blake3().filter(|_| !is_whole && is_file).map(ToOwned::to_owned);
-    let root = root.map(|blake3| DriveSpec::Root { blake3 });
+impl Wanted {
+    /// Whether the image's root, as a file, is a drive of the VM.
+    pub(super) fn has_root_file(&self) -> bool {
+        !self.shares_root && !matches!(self.root, Some(RootDisk::Whole { .. }))
+    }
+}
+
+/// Of a VM that boots from these. If the image's root is a drive, it is among the files.
+pub(super) fn drives(files: &ImageFiles, disks: &[DiskContent]) -> Vec<DriveSpec> {
+    let root = files.root.as_ref().and(files.metadata.root_blake3());
+    let root = root.map(|blake3| DriveSpec::Root { blake3: blake3.to_owned() });
     let disks = disks.iter().map(|disk| DriveSpec::Disk(disk.spec.clone()));
     root.into_iter().chain(disks).collect()
 }
@@ -162,6 +163,8 @@ pub(super) fn root_of(core: &Core, image: &str) -> Result<PathBuf, RunError> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
+
     use super::*;
 
     fn metadata(more: &serde_json::Value) -> Metadata {
@@ -194,11 +197,22 @@ mod tests {
             let names: Vec<_> = disks.iter().map(|disk| disk.name.as_str()).collect();
             assert_eq!(names, ["root", "data"]);
             assert_eq!(disks[0].source, DiskSource::Image { image: "web".to_owned() });
-            assert_eq!(drives(of, root, &[]), [], "the image's own is no drive");
+            assert!(!wanted(&request("disk"), of).expect("it can").has_root_file());
             assert_eq!(words(root), " rw vmfork.rw=/dev/vda");
         }
         let root = wanted(&request("overlay"), &built).expect("it can").root;
-        assert_eq!(drives(&built, root, &[]), [DriveSpec::Root { blake3: "ab12".to_owned() }]);
+        assert!(wanted(&request("overlay"), &built).expect("it can").has_root_file());
+        let root_file = || File::open("/dev/null").expect("a file");
+        let files = |root| ImageFiles {
+            metadata: built.clone(),
+            kernel: None,
+            initrd: None,
+            root,
+            folder: PathBuf::new(),
+        };
+        let blake3 = "ab12".to_owned();
+        assert_eq!(drives(&files(Some(root_file())), &[]), [DriveSpec::Root { blake3 }]);
+        assert_eq!(drives(&files(None), &[]), []);
         assert_eq!(words(root), " vmfork.upper=/dev/vdb");
         for (of, root) in [(&old, "disk"), (&old, "overlay"), (&imported, "overlay")] {
             let refused = wanted(&request(root), of).expect_err("it can't").to_body("run it");
@@ -226,7 +240,7 @@ mod tests {
             let wanted = wanted(root, "data").expect("it can");
             assert!(wanted.disks.iter().map(|disk| disk.name.as_str()).eq(names.iter().copied()));
             assert_eq!((of_store(&wanted.disks[0]), wanted.shares_root), (true, shares), "{root}");
-            assert_eq!(drives(&of, wanted.root, &[]), [], "no drive is a file");
+            assert!(!wanted.has_root_file(), "{root}");
         }
         wanted("tmpfs", "image").expect_err("the name is taken");
         assert!(wanted("disk", "image").is_ok());

@@ -19,11 +19,10 @@ use vmfork_fork::{Error as ForkError, Names, NotStarted, ms, name_taken, start_m
 use vmfork_guest_image::ImageFiles;
 use vmfork_host::admission::{BootAsk, Lease};
 use vmfork_host::core::accel_word;
-use vmfork_host::disks::DiskContent;
 use vmfork_host::error::Error as HostError;
 use vmfork_host::metrics::Stage;
 use vmfork_host::quotas::User;
-use vmfork_host::vm::{DriveSpec, Inherited, MachineSpec, Vm, now_unix_ms, random_hex};
+use vmfork_host::vm::{Inherited, MachineSpec, Vm, now_unix_ms, random_hex};
 use vmfork_qemu::AccelChoice;
 use vmfork_snapshots::StoredDisks;
 
@@ -147,7 +146,7 @@ impl<'a> Start<'a> {
         let choice = boot::choose_accel(Some(spec.accel)).or_else(|_| boot::choose_accel(None))?;
         let inherited = facts.inherited.with_labels(&request.labels).map_err(HostError::from)?;
         let spec = MachineSpec {
-            drives: drives(&files, &stored.contents),
+            drives: boot_disks::drives(&files, &stored.contents),
             accel: accel_word(choice.accel),
             accel_reason: match accel_word(choice.accel) == spec.accel {
                 true => spec.accel_reason.clone(),
@@ -257,13 +256,6 @@ impl<'a> Start<'a> {
     }
 }
 
-fn drives(files: &ImageFiles, disks: &[DiskContent]) -> Vec<DriveSpec> {
-    let root = files.root.as_ref().and(files.metadata.root_blake3());
-    let root = root.map(|blake3| DriveSpec::Root { blake3: blake3.to_owned() });
-    let disks = disks.iter().map(|disk| DriveSpec::Disk(disk.spec.clone()));
-    root.into_iter().chain(disks).collect()
-}
-
 /// What the root of the VM was that had these drives.
 fn root_of(spec: &MachineSpec) -> Option<RootDisk> {
     let (_, disk) = spec.disks().find(|(_, disk)| disk.name == ROOT_NAME)?;
@@ -280,6 +272,7 @@ fn root_of(spec: &MachineSpec) -> Option<RootDisk> {
 mod tests {
     use vmfork_api::Durability;
     use vmfork_host::disks::DiskSpec;
+    use vmfork_host::vm::DriveSpec;
 
     use super::*;
 

@@ -1,28 +1,17 @@
 //! `vmfork snapshot push` and `pull`: between this host's store and another.
 
-use vmfork_api::{Snapshot, SnapshotState, TransferReply, TransferRequest};
+use vmfork_api::{Snapshot, SnapshotState, TransferRequest};
 
 use super::{progress, route, show};
 use crate::client::WHOLE;
-use crate::commands::stores::{placed, pushed};
+use crate::commands::stores::{self, placed};
 use crate::config::Global;
 use crate::failure::Exit;
 use crate::format;
 use crate::start::reach;
 
 pub(super) async fn push(global: &Global, name: &str, location: &str) -> anyhow::Result<Exit> {
-    let location = placed(global, location)?;
-    let client = reach(global).await?;
-    let spinner = global.printer.spinner(format!("Pushing `{name}` to {location}"));
-    let request = TransferRequest { location: location.clone(), wait: false };
-    let reply: TransferReply = client.post(route(name, "/push"), &request, WHOLE).await?;
-    spinner.finish_and_clear();
-    if global.printer.json {
-        global.printer.document(&reply)?;
-    } else {
-        global.printer.note(&pushed(name, &location, &reply));
-    }
-    Ok(Exit::Done)
+    stores::push(global, route(name, "/push"), name, location).await
 }
 
 pub(super) async fn pull(
