@@ -12,7 +12,7 @@ use super::inspect::section;
 use super::kill;
 use super::streams::{IDLE_BOUND, copy, copy_to_file};
 use super::volume::USE;
-use crate::client::{Client, Query, empty};
+use crate::client::{Client, Query, empty, is_not_found};
 use crate::config::{DiskAction, DiskName, Global};
 use crate::failure::{Exit, HintExt as _, Misuse};
 use crate::format;
@@ -194,7 +194,10 @@ async fn prune(global: &Global) -> anyhow::Result<Exit> {
     for disk in all(&client).await? {
         if disk.state == DiskState::Left {
             let removed = client.delete(Query::new(format!("/v1/disks/{}", disk.id))).await;
-            answers.push((disk.id, removed.map(|()| None)));
+            // The files of a VM that has just ended go by themselves, also meanwhile.
+            if !removed.as_ref().is_err_and(is_not_found) {
+                answers.push((disk.id, removed.map(|()| None)));
+            }
         }
     }
     if answers.is_empty() && !global.printer.json {
