@@ -67,6 +67,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
             kernel: text("6.1.0"),
             cpus: 2,
             firstboot: None,
+            pmem_root: true,
         },
         ToHost::Exited { exit_code: 137, signal: Some(9) },
         ToHost::Recv { ticket: u64::MAX, vmid: None },

@@ -185,6 +185,9 @@ pub enum ToHost {
         /// `None`: the image has no such command.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         firstboot: Option<Firstboot>,
+        /// The root is read from persistent memory. Agents of older images do not say.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        pmem_root: bool,
     },
     Pong {
         token: u64,

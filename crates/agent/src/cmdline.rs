@@ -15,6 +15,9 @@ pub(crate) struct Cmdline {
     /// `vmfork.rw=PATH`: the root file system's device, which takes the writes itself. It goes
     /// before `vmfork.root` and `vmfork.upper`.
     pub(crate) writable: Option<String>,
+    /// `vmfork.pmem=PATH`: the root file system's device, if it is there and can do without the
+    /// page cache. Else `vmfork.root` counts.
+    pub(crate) pmem: Option<String>,
     /// `vmfork.reporting_order=N`: smallest free block, 2^N pages, that the guest reports to the
     /// host.
     pub(crate) reporting_order: Option<u32>,
@@ -37,6 +40,7 @@ impl Cmdline {
                 "vmfork.rootfstype" => out.root_type = Some(value.to_owned()),
                 "vmfork.upper" => out.upper = path(),
                 "vmfork.rw" => out.writable = path(),
+                "vmfork.pmem" => out.pmem = path(),
                 "vmfork.reporting_order" => out.reporting_order = value.parse().ok(),
                 _ => {}
             }
@@ -55,6 +59,8 @@ mod tests {
             "console=ttyS0 vmfork.init=/sbin/init quiet vmfork.reporting_order=x vmfork.root=vda",
         );
         assert_eq!(line, Cmdline { init: Some("/sbin/init".into()), ..Cmdline::default() });
+        let line = Cmdline::parse("vmfork.pmem=/dev/pmem0 vmfork.pmem0=/x");
+        assert_eq!(line, Cmdline { pmem: Some("/dev/pmem0".into()), ..Cmdline::default() });
         let line = Cmdline::parse("root=/dev/vda ro vmfork.root=/dev/vdc rw vmfork.rw=/dev/vda");
         let (root, writable) = (Some("/dev/vdc".into()), Some("/dev/vda".into()));
         assert_eq!(line, Cmdline { root, writable, ..Cmdline::default() });

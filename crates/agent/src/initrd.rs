@@ -2,9 +2,13 @@
 //!
 //! ```text
 //!   /modules/order ─► modules ─► /dev/vda (ro) ─┬─► overlay ─► / ─► the agent, or vmfork.init
+//!               or vmfork.pmem (ro, DAX) ───────┤
 //!                          tmpfs or vmfork.upper ┘
 //!                       vmfork.rw (rw) ────────────────────► /
 //! ```
+//!
+//! With DAX the guest reads and runs files from the persistent memory itself, without a copy in
+//! its page cache. If that is impossible, the root is read from its other device.
 //!
 //! The root file system is shared by all VMs and never written. What a guest writes is in a tmpfs,
 //! that is, in its memory, or on a disk of its own. A fork captures both. Or the root is a disk of
@@ -16,7 +20,7 @@
 //! are removed on the way, since they would stay in every clone's memory.
 
 use std::convert::Infallible;
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
 use std::fmt::Display;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -35,6 +39,10 @@ use crate::sys;
 
 /// The list of modules; its being there says that this is the initrd.
 pub(crate) const MODULES: &str = "/modules/order";
+/// More modules, for a root in persistent memory.
+const PMEM_MODULES: &str = "/modules/pmem";
+/// Set for the agent if the root is read from persistent memory.
+pub(crate) const PMEM_ROOT: &str = "VMFORK_PMEM_ROOT";
 /// How long the root device may take to appear.
 const DEVICE_WAIT: Duration = Duration::from_secs(10);
 const DEVICE_POLL: Duration = Duration::from_millis(5);
@@ -59,9 +67,9 @@ pub(crate) fn run() -> Result<Infallible, String> {
     for (folder, kind) in [("/dev", "devtmpfs"), ("/proc", "proc"), ("/sys", "sysfs")] {
         mount_at(kind, folder, kind, "")?;
     }
-    load_modules();
+    load_modules(MODULES);
     let cmdline = Cmdline::read();
-    make_root(&cmdline)?;
+    let in_pmem = make_root(&cmdline)?;
     for folder in ["/dev", "/proc", "/sys"] {
         let target = format!("/newroot{folder}");
         make_folder(&target)?;
@@ -70,7 +78,7 @@ pub(crate) fn run() -> Result<Infallible, String> {
     make_folder("/newroot/run")?;
     mount_at("tmpfs", "/newroot/run", "tmpfs", "mode=755")?;
     switch_root()?;
-    become_init(&program, cmdline.init.as_deref())
+    become_init(&program, cmdline.init.as_deref(), in_pmem)
 }
 
 fn make_folder(path: &str) -> Result<(), String> {
@@ -90,10 +98,11 @@ fn mount_at(source: &str, target: &str, kind: &str, options: &str) -> Result<(),
     }
 }
 
-/// Load the modules, in order. One that fails is named, and what depends on it will be missed
-/// later.
-fn load_modules() {
-    let list = std::fs::read_to_string(MODULES).unwrap_or_default();
+/// Load the modules of a list, in order. One that fails is named, and what depends on it will be
+/// missed later. → whether none failed.
+fn load_modules(list: &str) -> bool {
+    let mut all = true;
+    let list = std::fs::read_to_string(list).unwrap_or_default();
     for name in
         list.lines().map(str::trim).filter(|name| !name.is_empty() && !name.starts_with('#'))
     {
@@ -104,29 +113,47 @@ fn load_modules() {
             .and_then(|file| rustix::system::finit_module(file.as_fd(), c"", flags));
         match result {
             Ok(()) | Err(Errno::EXIST) => {}
-            Err(errno) => log!("module {name}: {errno}"),
+            Err(errno) => {
+                log!("module {name}: {errno}");
+                all = false;
+            }
         }
     }
+    all
 }
 
 /// At `/newroot`: the root device, read-only, below what takes writes; or one that takes them.
-fn make_root(cmdline: &Cmdline) -> Result<(), String> {
+/// → whether it is persistent memory.
+fn make_root(cmdline: &Cmdline) -> Result<bool, String> {
     let kind = cmdline.root_type.as_deref().unwrap_or("ext4");
     if let Some(device) = cmdline.writable.as_deref() {
         wait_for(device)?;
         make_folder("/newroot")?;
         // Others may not know the option.
         let options = (kind == "ext4").then_some(c"discard");
-        return mount(device, "/newroot", kind, MountFlags::NOATIME, options)
-            .map_err(said(format!("mount {device} ({kind})")));
+        mount(device, "/newroot", kind, MountFlags::NOATIME, options)
+            .map_err(said(format!("mount {device} ({kind})")))?;
+        return Ok(false);
     }
-    let device = cmdline.root.as_deref().unwrap_or("/dev/vda");
-    wait_for(device)?;
     for folder in ["/lower", "/rw", "/newroot"] {
         make_folder(folder)?;
     }
-    mount(device, "/lower", kind, MountFlags::RDONLY | MountFlags::NOATIME, None)
-        .map_err(said(format!("mount {device} ({kind})")))?;
+    let lower = |device: &str, options: Option<&CStr>| {
+        wait_for(device)?;
+        mount(device, "/lower", kind, MountFlags::RDONLY | MountFlags::NOATIME, options)
+            .map_err(said(format!("mount {device} ({kind})")))
+    };
+    let in_pmem = cmdline.pmem.as_deref().is_some_and(|device| {
+        // Without its driver the device would be waited for in vain.
+        let mounted = match load_modules(PMEM_MODULES) {
+            true => lower(device, Some(c"dax=always")),
+            false => Err(format!("no driver for {device}")),
+        };
+        mounted.inspect_err(|reason| log!("root: {reason}; using the disk")).is_ok()
+    });
+    if !in_pmem {
+        lower(cmdline.root.as_deref().unwrap_or("/dev/vda"), None)?;
+    }
     match cmdline.upper.as_deref() {
         Some(disk) => {
             wait_for(disk)?;
@@ -142,7 +169,8 @@ fn make_root(cmdline: &Cmdline) -> Result<(), String> {
         "/newroot",
         "overlay",
         "lowerdir=/lower,upperdir=/rw/upper,workdir=/rw/work",
-    )
+    )?;
+    Ok(in_pmem)
 }
 
 /// Until the kernel has found a device.
@@ -201,9 +229,12 @@ fn remove_all(folder: &Path, device: u64) {
     }
 }
 
-fn become_init(program: &OwnedFd, init: Option<&str>) -> Result<Infallible, String> {
-    let env = [CString::new(format!("PATH={PATH}")).unwrap_or_default(), c"HOME=/root".to_owned()];
-    let agent = |words: [&std::ffi::CStr; 2]| -> io::Error {
+fn become_init(program: &OwnedFd, init: Option<&str>, in_pmem: bool) -> Result<Infallible, String> {
+    let mut env = vec![format!("PATH={PATH}"), "HOME=/root".to_owned()];
+    env.extend(in_pmem.then(|| format!("{PMEM_ROOT}=1")));
+    let env: Vec<CString> =
+        env.into_iter().map(|word| CString::new(word).unwrap_or_default()).collect();
+    let agent = |words: [&CStr; 2]| -> io::Error {
         let argv: Vec<CString> = words.iter().map(|&word| word.to_owned()).collect();
         sys::exec_fd(program.as_fd(), &argv, &env)
     };

@@ -503,6 +503,7 @@ impl Server {
             kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
             cpus: u32::try_from(cpus).unwrap_or(1),
             firstboot: self.firstboot.to_host(),
+            pmem_root: std::env::var_os(crate::initrd::PMEM_ROOT).is_some(),
         };
         self.port.send(0, &hello);
     }

@@ -122,6 +122,17 @@ pub enum Root {
     Disk,
 }
 
+/// How a guest reads the root file system of its image, which it can't write to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum RootDevice {
+    /// Persistent memory (NVDIMM), by DAX: without a page cache of the guest's. All VMs of the host
+    /// share one copy.
+    Pmem,
+    /// A block device, through the guest's page cache.
+    Block,
+}
+
 /// The disk that a VM's root file system has of its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RootDisk {

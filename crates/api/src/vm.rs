@@ -1,6 +1,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::disk::RootDevice;
 use crate::schema::{Name, NewVmName};
 use crate::{Disk, ForkReply, Labels, MemoryInfo, NewDisk, Root, Ttl, VmState};
 
@@ -59,6 +60,9 @@ pub struct RunRequest {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(minimum = 67_108_864, maximum = 2_199_023_255_552_u64, multiple_of = 4096)]
     pub root_bytes: Option<u64>,
+    /// Insist on one; default: `pmem` where the image and the VM's memory allow it, else `block`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub root_device: Option<RootDevice>,
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
@@ -120,6 +124,12 @@ pub struct VmDetail {
     pub clone_names: Vec<String>,
     /// Why the accelerator was chosen.
     pub accel_reason: String,
+    /// How the guest reads the root of its image; absent without such a root.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub root_device: Option<RootDevice>,
+    /// Why it reads it so.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub root_device_reason: String,
     /// Whose quota it counts against: a user's number, or `token`.
     #[serde(default)]
     pub user: String,

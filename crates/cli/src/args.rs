@@ -131,6 +131,14 @@ pub(crate) enum RawRoot {
     Disk,
 }
 
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub(crate) enum RawRootDevice {
+    /// Persistent memory, without a page cache in the guest: the VMs of a host share one copy
+    Pmem,
+    /// A block device, through the guest's page cache
+    Block,
+}
+
 #[derive(Debug, Args)]
 pub(crate) struct RawRun {
     /// Name of a guest image (`vmfork image ls`) or of a snapshot (`vmfork snapshot ls`)
@@ -175,6 +183,9 @@ pub(crate) struct RawRun {
     /// Size of that disk [default: 10G for an overlay, else the image's]
     #[arg(long, value_name = "SIZE", help_heading = OF_IMAGES)]
     pub(crate) root_size: Option<String>,
+    /// How the guest reads the image's root [default: pmem if image and memory allow it]
+    #[arg(long, value_name = "DEVICE", help_heading = OF_IMAGES)]
+    pub(crate) root_device: Option<RawRootDevice>,
     /// Number of VMs [default: number of names, or 1]
     #[arg(short = 'n', long = "count", value_name = "N", help_heading = OF_SNAPSHOTS)]
     pub(crate) count: Option<u32>,

@@ -14,6 +14,7 @@ use clap::Parser;
 use tracing_subscriber::EnvFilter;
 
 pub use self::slurm::{AllocatorFlags, AllocatorKind};
+use vmfork_api::disk::RootDevice;
 use vmfork_host::config::QEMU_UIDS;
 use vmfork_host::quotas::{self, QuotaError};
 use vmfork_peers::{PageTransfer, TicketPlace};
@@ -58,6 +59,12 @@ pub struct Flags {
     #[arg(long, value_name = "N", env = "VMFORK_POOL", default_value_t = 4,
           value_parser = clap::value_parser!(u32).range(0..=1024))]
     pub pool: u32,
+
+    /// How guests read their image's root, where `run` does not say [default: pmem if image and
+    /// memory allow it]
+    #[arg(long, value_name = "DEVICE", env = "VMFORK_ROOT_DEVICE",
+          value_parser = root_device)]
+    pub root_device: Option<RootDevice>,
 
     /// Pages that one fault loads into the cache, neighbours included
     #[arg(long, value_name = "N", env = "VMFORK_FILL_UNIT_PAGES", default_value_t = 16,
@@ -267,6 +274,7 @@ impl Flags {
             state,
             libdir,
             pool: self.pool,
+            root_device: self.root_device,
             fill_unit_pages: self.fill_unit_pages,
             qemu: find_program(&qemu, std::env::var_os("PATH").as_deref()).unwrap_or(qemu),
             qemu_uid_base: self.qemu_uid_base,
@@ -332,6 +340,14 @@ fn find_group(groups: &str, name: &str) -> Option<u32> {
         let mut fields = line.split(':');
         (fields.next() == Some(name)).then(|| fields.nth(1)?.parse().ok())?
     })
+}
+
+fn root_device(text: &str) -> Result<RootDevice, String> {
+    match text {
+        "pmem" => Ok(RootDevice::Pmem),
+        "block" => Ok(RootDevice::Block),
+        _ => Err("use pmem or block".to_owned()),
+    }
 }
 
 #[cfg(test)]

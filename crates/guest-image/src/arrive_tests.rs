@@ -28,6 +28,7 @@ fn described(name: &str, files: &[(&str, &[u8])]) -> Metadata {
         vmgenid: None,
         root_overlay: false,
         root_disk: false,
+        root_pmem: false,
         input_hash: None,
         tree_hash: None,
         root_stored: None,

@@ -169,6 +169,7 @@ fn assemble(
         vmgenid,
         root_overlay: true,
         root_disk: true,
+        root_pmem: modules.for_pmem.is_some(),
         input_hash: Some(input_hash),
         tree_hash: Some(tree_hash),
         root_stored: None,

@@ -149,6 +149,7 @@ pub fn import(
         vmgenid: None,
         root_overlay: false,
         root_disk: false,
+        root_pmem: false,
         input_hash: None,
         tree_hash: None,
         root_stored: None,

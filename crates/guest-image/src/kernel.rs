@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::base::tool_error;
 use crate::error::BuildError;
-use crate::modules::{ModuleIndex, WANTED};
+use crate::modules::{FOR_PMEM, ModuleIndex, WANTED};
 use crate::process::{self, Cancel};
 use crate::remedy::AtPath as _;
 
@@ -20,6 +20,13 @@ pub(crate) struct Kernel {
     pub(crate) version: String,
     pub(crate) image: PathBuf,
     modules: PathBuf,
+}
+
+/// The modules of an initrd, each list in load order.
+pub(crate) struct Modules {
+    pub(crate) always: Vec<Module>,
+    /// Loaded by guests that have their root as persistent memory; `None` if the kernel can't.
+    pub(crate) for_pmem: Option<Vec<Module>>,
 }
 
 /// A module as it goes into the initrd.
@@ -57,13 +64,23 @@ impl Kernel {
 
     /// Whether it has a driver for the vmgenid device, by its configuration.
     pub(crate) fn has_vmgenid(&self) -> Option<bool> {
-        let config = self.image.with_file_name(format!("config-{}", self.version));
-        let config = fs::read_to_string(config).ok()?;
+        let config = self.config()?;
         Some(config.lines().any(|line| matches!(line, "CONFIG_VMGENID=y" | "CONFIG_VMGENID=m")))
     }
 
+    fn config(&self) -> Option<String> {
+        fs::read_to_string(self.image.with_file_name(format!("config-{}", self.version))).ok()
+    }
+
+    /// Whether file systems on persistent memory can do without the page cache.
+    fn has_dax(&self) -> bool {
+        let config = self.config().unwrap_or_default();
+        let has = |option| config.lines().any(|line| line == option);
+        has("CONFIG_FS_DAX=y") && has("CONFIG_NVDIMM_PFN=y")
+    }
+
     /// The modules that the initrd needs, in load order, uncompressed.
-    pub(crate) fn modules(&self, cancel: &Cancel) -> Result<Vec<Module>, BuildError> {
+    pub(crate) fn modules(&self, cancel: &Cancel) -> Result<Modules, BuildError> {
         // The package brings no modules.dep: its installation would make one. depmod looks below
         // BASE/lib/modules, so it gets such a path where the package has another.
         let base = self.modules.ancestors().nth(3).unwrap_or(Path::new("/"));
@@ -79,7 +96,11 @@ impl Kernel {
         let paths = index
             .load_order(&WANTED)
             .map_err(|module| BuildError::NoModule { version: self.version.clone(), module })?;
-        paths.iter().map(|path| self.module(path, cancel)).collect()
+        let more = index.load_order(&FOR_PMEM).ok().filter(|_| self.has_dax());
+        let read_all = |paths: Vec<String>| -> Result<Vec<Module>, BuildError> {
+            paths.iter().map(|path| self.module(path, cancel)).collect()
+        };
+        Ok(Modules { always: read_all(paths)?, for_pmem: more.map(read_all).transpose()? })
     }
 
     fn module(&self, path: &str, cancel: &Cancel) -> Result<Module, BuildError> {

@@ -44,6 +44,10 @@ pub struct Metadata {
     /// itself. Absent in images that were built before it did, and in imported ones.
     #[serde(default, skip_serializing_if = "is_false")]
     pub root_disk: bool,
+    /// Whether its initrd's agent knows `vmfork.pmem=DEVICE`, and its kernel that device: the root
+    /// is persistent memory. Absent in images that were built before it did, and in imported ones.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub root_pmem: bool,
     /// Hash over everything that went in; equal hashes mean that a build has nothing to do.
     /// Absent in imported images.
     pub input_hash: Option<String>,
@@ -84,6 +88,12 @@ impl Metadata {
     #[must_use]
     pub fn root_blake3(&self) -> Option<&str> {
         self.files.get(ROOT_FILE).map(|file| file.blake3.as_str())
+    }
+
+    /// Length of its root disk, if it has one.
+    #[must_use]
+    pub fn root_bytes(&self) -> Option<u64> {
+        self.files.get(ROOT_FILE).map(|file| file.size_bytes)
     }
 
     /// The names of the files that its folder has.

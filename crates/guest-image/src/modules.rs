@@ -20,6 +20,9 @@ pub(crate) const WANTED: [(&str, Need); 10] = [
     ("virtio_mmio", Need::May),
 ];
 
+/// What the agent needs, beside those, to have its root as persistent memory.
+pub(crate) const FOR_PMEM: [(&str, Need); 2] = [("nfit", Need::Must), ("nd_pmem", Need::Must)];
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Need {
     Must,

@@ -200,6 +200,7 @@ impl Spec {
         // An image without it in its metadata is built again.
         hash.add("root_overlay");
         hash.add("root_disk");
+        hash.add("root_pmem");
         hash.add(self.base_hash().to_hex().as_str());
         hash.add(artifacts_hash);
         hash.add(files_hash);

@@ -24,6 +24,7 @@ fn metadata(name: &str, kernel: &[u8]) -> Metadata {
         vmgenid: None,
         root_overlay: false,
         root_disk: false,
+        root_pmem: false,
         input_hash: None,
         tree_hash: None,
         root_stored: None,

@@ -28,7 +28,8 @@ fn hello_request() -> HelloRequest {
 
 fn hello_answer(protocol: u32) -> ToHost {
     let (agent_version, kernel) = ("0.1.0".to_owned(), "6.1".to_owned());
-    ToHost::Hello { protocol, agent_version, kernel, cpus: 2, firstboot: None }
+    let (firstboot, pmem_root) = (None, false);
+    ToHost::Hello { protocol, agent_version, kernel, cpus: 2, firstboot, pmem_root }
 }
 
 async fn next(output: &mut mpsc::Receiver<ExecOutput>) -> ExecOutput {
@@ -53,8 +54,9 @@ async fn hello_is_said_again_until_the_guest_answers() {
 async fn a_guest_is_ready_when_its_first_boot_command_has_ended() {
     let Bench { link, mut agent, .. } = bench();
     let said = |firstboot| match hello_answer(PROTOCOL_VERSION) {
-        ToHost::Hello { protocol, agent_version, kernel, cpus, .. } => {
-            ToHost::Hello { protocol, agent_version, kernel, cpus, firstboot: Some(firstboot) }
+        ToHost::Hello { protocol, agent_version, kernel, cpus, pmem_root, .. } => {
+            let firstboot = Some(firstboot);
+            ToHost::Hello { protocol, agent_version, kernel, cpus, firstboot, pmem_root }
         }
         other => other,
     };

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use vmfork_api::disk::RootDevice;
 use vmfork_cluster::allocate::Bounds;
 
 use crate::quotas::DiskBounds;
@@ -18,6 +19,9 @@ pub struct Config {
     pub libdir: PathBuf,
     /// Ready QEMU processes per machine shape; 0: no pool.
     pub pool: u32,
+    /// How guests read their image's root, where a request does not say. `None`: by persistent
+    /// memory, where that is possible.
+    pub root_device: Option<RootDevice>,
     /// 1 to 512.
     pub fill_unit_pages: u32,
     /// Absolute if found; otherwise the bare name, which `doctor` reports as missing.

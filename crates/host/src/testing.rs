@@ -112,6 +112,7 @@ pub fn config(folder: &Path) -> Config {
         state: folder.to_owned(),
         libdir: folder.to_owned(),
         pool: 0,
+        root_device: None,
         fill_unit_pages: 16,
         qemu: folder.join("no-qemu"),
         qemu_uid_base: 1_879_100_000,

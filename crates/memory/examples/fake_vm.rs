@@ -15,6 +15,7 @@
 //! | `race BLOCKS PAGE N` | `ok`, or `block B is 0`: N threads read that page of each block at once, as nearly as can be |
 //! | `block-userfaultfd` | `ok`: reads of the shim's userfaultfd wait from now on, as a hostile guest might have it |
 //! | `clutter SPARE` | `ok`: all but SPARE of the mappings that a process may have are used up |
+//! | `pmem PAGE COUNT` | as `sum`, of persistent memory |
 //! | `threads PAGE COUNT N` | `ok`: N threads read all the pages at once |
 
 #![allow(
@@ -33,6 +34,7 @@ fn main() {
         std::env::args().nth(1).and_then(|text| text.parse().ok()).expect("RAM's size");
     let ram_fd: i32 = std::env::args().nth(2).and_then(|text| text.parse().ok()).expect("RAM's fd");
     let ram = map_ram(bytes, ram_fd);
+    let pmem = std::env::args().nth(3).and_then(|text| text.parse().ok()).map_or(0, map_pmem);
     println!("ready");
     for line in std::io::stdin().lock().lines() {
         let line = line.expect("stdin");
@@ -49,12 +51,8 @@ fn main() {
                 write_page(ram, number(1), number(2) as u64);
                 "ok".to_owned()
             }
-            "sum" => {
-                let sums: Vec<String> = (number(1)..number(1) + number(2))
-                    .map(|page| format!("{:x}", sum_page(ram, page)))
-                    .collect();
-                sums.join(" ")
-            }
+            "sum" => sums(ram, number(1), number(2)),
+            "pmem" => sums(pmem, number(1), number(2)),
             "drop" => {
                 let at = (ram + number(1) * PAGE) as *mut libc::c_void;
                 // SAFETY: a part of RAM, which nothing but this program uses.
@@ -263,6 +261,22 @@ fn map_ram(bytes: usize, fd: i32) -> usize {
     }
 }
 
+/// All of a file, as QEMU maps persistent memory that the guest can't write to.
+fn map_pmem(fd: i32) -> usize {
+    // SAFETY: an all-zero `stat` is valid, and fstat fills it.
+    let bytes = unsafe {
+        let mut stat: libc::stat = std::mem::zeroed();
+        assert_eq!(libc::fstat(fd, &raw mut stat), 0);
+        usize::try_from(stat.st_size).expect("not negative")
+    };
+    // SAFETY: a new mapping at an address of the kernel's choice.
+    let at = unsafe {
+        libc::mmap(std::ptr::null_mut(), bytes, libc::PROT_READ, libc::MAP_SHARED, fd, 0)
+    };
+    assert_ne!(at, libc::MAP_FAILED);
+    at as usize
+}
+
 /// What page `page` holds after `fill` with `seed`: never all zeros.
 fn word(page: usize, seed: u64, at: usize) -> u64 {
     (page as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15)
@@ -291,6 +305,12 @@ fn touch(ram: usize, first: usize, count: usize, stride: usize) -> String {
     times.sort_unstable();
     let at = |percent: usize| times[(times.len() - 1) * percent / 100];
     format!("{} {} {}", at(50), at(99), times.iter().sum::<u128>())
+}
+
+fn sums(memory: usize, first: usize, count: usize) -> String {
+    let pages = first..first + count;
+    let sums: Vec<String> = pages.map(|page| format!("{:x}", sum_page(memory, page))).collect();
+    sums.join(" ")
 }
 
 fn sum_page(ram: usize, page: usize) -> u64 {

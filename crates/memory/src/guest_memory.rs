@@ -6,10 +6,11 @@
 //! ```
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use rustix::fs::OFlags;
 use vmfork_engine::{Engine, EngineError, View, ViewCounters, next_view_id};
 use vmfork_image::{PAGE_BYTES, PageRange};
 use vmfork_policy::ViewId;
@@ -17,6 +18,7 @@ use vmfork_tap_proto::{ATTACH_BY_PAGE, BLOCK_BYTES, Op, STATUS_MERGEABLE, VERSIO
 
 use crate::frozen::FrozenRange;
 use crate::pagemap::{Held, Pagemap};
+use crate::pmem::PMEM_FILE_OFFSET;
 use crate::stillness::Stillness;
 use crate::tap::{Tap, TapError, pidfd_of};
 use crate::uffd::Uffd;
@@ -257,6 +259,22 @@ impl GuestMemory {
     /// As [`GuestMemory::attach`].
     pub fn attach_by_page(&mut self, engine: &Arc<Engine>) -> Result<(), FreezeError> {
         self.attach_as(engine, ATTACH_BY_PAGE)
+    }
+
+    /// Show a file of `file_bytes` in the guest's persistent memory, from [`PMEM_FILE_OFFSET`] on.
+    /// The file must not become shorter while the VM runs: what reads beyond its end ends QEMU.
+    ///
+    /// # Errors
+    /// The keeper has gone; or the guest has no persistent memory, or too little. The file is open
+    /// for writing: a QEMU that was taken over could write to it then.
+    pub fn show_file(&self, file: BorrowedFd<'_>, file_bytes: u64) -> Result<(), TapError> {
+        let refused = |source| TapError::Refused { op: Op::MapPmem, source };
+        let flags = rustix::fs::fcntl_getfl(file).map_err(|errno| refused(errno.into()))?;
+        if flags.intersects(OFlags::RDWR | OFlags::WRONLY) {
+            return Err(refused(io::ErrorKind::PermissionDenied.into()));
+        }
+        let len = file_bytes.next_multiple_of(PAGE_BYTES);
+        self.tap.call(Op::MapPmem, [PMEM_FILE_OFFSET, len, 0, 0], Some(file)).map(drop)
     }
 
     fn attach_as(&mut self, engine: &Arc<Engine>, how: u64) -> Result<(), FreezeError> {

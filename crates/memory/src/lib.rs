@@ -7,6 +7,8 @@
 //!        └── FrozenRange: pages that a freeze moved aside ─► Originals
 //! ```
 //!
+//! A guest may also have persistent memory, which shows a file to it ([`GuestMemory::show_file`]).
+//!
 //! [`GuestMemory`] is a VM's RAM, by way of the shim's keeper: attach it to an image, freeze it
 //! into a new one. The engine of the image answers its faults.
 //!
@@ -19,6 +21,7 @@
 mod frozen;
 mod guest_memory;
 mod pagemap;
+mod pmem;
 mod stillness;
 mod tap;
 mod uffd;
@@ -28,4 +31,5 @@ pub use guest_memory::{
     Attachment, ConnectError, FreezeError, FreezeTimes, GuestMemory, MemorySample, TouchScan,
     USERFAULTFD_DEVICE,
 };
+pub use pmem::{PMEM_FILE_OFFSET, pmem_bytes, pmem_cost_bytes};
 pub use tap::{ShimEnds, Tap, TapError};

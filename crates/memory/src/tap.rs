@@ -15,6 +15,8 @@ use rustix::net::{
 use rustix::process::{PidfdFlags, WaitId, WaitIdOptions};
 use vmfork_tap_proto::{Op, REPLY_BYTES, Reply, Request};
 
+use crate::pmem;
+
 /// How long a keeper may take for one request. It needs microseconds; a QEMU whose address space is
 /// held up for so long is lost.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
@@ -31,6 +33,8 @@ pub struct ShimEnds {
     pub control: OwnedFd,
     /// For `VMFORK_TAP_RAM` and `mem-path`.
     pub ram: OwnedFd,
+    /// For `VMFORK_TAP_PMEM` and its own `mem-path`, if the guest has persistent memory.
+    pub pmem: Option<OwnedFd>,
 }
 
 /// A request to a keeper failed.
@@ -89,11 +93,12 @@ struct Inner {
 }
 
 impl Tap {
-    /// A socket, and what the shim in a QEMU with `memory_bytes` of RAM needs.
+    /// A socket, and what the shim in a QEMU needs with `memory_bytes` of RAM and `pmem_bytes` of
+    /// persistent memory.
     ///
     /// # Errors
     /// No fds or memory left.
-    pub fn new(memory_bytes: u64) -> io::Result<(Self, ShimEnds)> {
+    pub fn new(memory_bytes: u64, pmem_bytes: Option<u64>) -> io::Result<(Self, ShimEnds)> {
         let (ours, control) = rustix::net::socketpair(
             AddressFamily::UNIX,
             SocketType::SEQPACKET,
@@ -104,8 +109,9 @@ impl Tap {
         rustix::net::sockopt::set_socket_timeout(&ours, Timeout::Send, Some(REPLY_TIMEOUT))?;
         let ram = rustix::fs::memfd_create("vmfork-ram", MemfdFlags::CLOEXEC)?;
         rustix::fs::ftruncate(&ram, memory_bytes)?;
+        let pmem = pmem_bytes.map(pmem::placeholder).transpose()?;
         let inner = Inner { socket: ours, sequence: 0, unanswered: 0, keeper: None };
-        Ok((Self { inner: Mutex::new(inner) }, ShimEnds { control, ram }))
+        Ok((Self { inner: Mutex::new(inner) }, ShimEnds { control, ram, pmem }))
     }
 
     /// Remember the keeper's process, to reap it at the end.

@@ -209,6 +209,14 @@ impl Drives {
         self.iter().map(DriveContent::slot).collect()
     }
 
+    /// The file of the first drive, if that is one that QEMU reads itself.
+    pub fn first_file(&self) -> Option<BorrowedFd<'_>> {
+        match self.iter().next()? {
+            DriveContent::ReadOnly(file) => Some(file.as_fd()),
+            DriveContent::Disk(_) => None,
+        }
+    }
+
     pub(crate) fn iter(&self) -> impl Iterator<Item = &DriveContent> {
         self.drives.iter().map(|drive| &**drive)
     }

@@ -90,6 +90,8 @@ pub struct Shape {
     pub nics: u8,
     /// Whether a Linux guest gets a vmgenid device.
     pub vmgenid: bool,
+    /// Size of its persistent memory, if it has some: an NVDIMM that it can only read.
+    pub pmem_bytes: Option<u64>,
 }
 
 /// A shape that can't be.
@@ -107,10 +109,18 @@ pub enum ShapeError {
     Drives { count: usize },
     #[error("{count} network cards are more than {NICS_MAX}")]
     Nics { count: u8 },
+    #[error(
+        "persistent memory of {pmem_bytes} bytes is not a multiple of {BLOCK_BYTES} between {PMEM_BYTES_MIN} and {PMEM_BYTES_MAX}"
+    )]
+    Pmem { pmem_bytes: u64 },
 }
 
 /// What SeaBIOS and a boot sector need.
 pub const MEMORY_BYTES_MIN: u64 = 16 << 20;
+/// Least persistent memory: a block is in front of what it shows.
+pub const PMEM_BYTES_MIN: u64 = 2 * BLOCK_BYTES;
+/// Most persistent memory: QEMU's default processor has 40 bits of physical addresses.
+pub const PMEM_BYTES_MAX: u64 = 512 << 30;
 
 impl Shape {
     /// # Errors
@@ -136,8 +146,8 @@ impl Shape {
         if drives.len() > usize::from(DRIVES_MAX) {
             return Err(ShapeError::Drives { count: drives.len() });
         }
-        let (machine, nics, vmgenid) = (Machine::Pc, 0, true);
-        Ok(Self { memory_bytes, cpus, accel, machine, guest, drives, nics, vmgenid })
+        let (machine, nics, vmgenid, pmem_bytes) = (Machine::Pc, 0, true, None);
+        Ok(Self { memory_bytes, cpus, accel, machine, guest, drives, nics, vmgenid, pmem_bytes })
     }
 
     /// With this many network cards.
@@ -148,6 +158,22 @@ impl Shape {
         match count {
             0..=NICS_MAX => Ok(Self { nics: count, ..self }),
             _ => Err(ShapeError::Nics { count }),
+        }
+    }
+
+    /// With persistent memory of that size.
+    ///
+    /// # Errors
+    /// [`ShapeError::Pmem`].
+    pub fn with_pmem(self, pmem_bytes: Option<u64>) -> Result<Self, ShapeError> {
+        match pmem_bytes {
+            Some(bytes) if !bytes.is_multiple_of(BLOCK_BYTES) => {
+                Err(ShapeError::Pmem { pmem_bytes: bytes })
+            }
+            Some(bytes) if !(PMEM_BYTES_MIN..=PMEM_BYTES_MAX).contains(&bytes) => {
+                Err(ShapeError::Pmem { pmem_bytes: bytes })
+            }
+            _ => Ok(Self { pmem_bytes, ..self }),
         }
     }
 
@@ -188,5 +214,11 @@ mod tests {
         let bare = bare(vec![DriveSlot::ReadOnly; 8]).expect("room for each");
         assert_eq!(bare.clone().with_nics(9), Err(ShapeError::Nics { count: 9 }));
         assert_ne!(bare.clone().with_nics(1).expect("room"), bare, "a shape of its own");
+        for odd in [0, 4096, 2 << 20, 1 << 40] {
+            let refused = bare.clone().with_pmem(Some(odd));
+            assert_eq!(refused, Err(ShapeError::Pmem { pmem_bytes: odd }));
+        }
+        assert_ne!(bare.clone().with_pmem(Some(4 << 20)).expect("possible"), bare);
+        assert_eq!(bare.clone().with_pmem(None), Ok(bare));
     }
 }

@@ -174,7 +174,8 @@ async fn the_shim_is_loaded_and_finds_its_fds() {
         Shape::new(64 * MIB, 1, Accel::Tcg, GuestKind::Linux, Vec::new()).expect("possible");
     let ram = spawn::ram_file(&shape).expect("memfd");
     let (ours, control) = UnixStream::pair().expect("socketpair");
-    let fds = ShimFds { library, control: control.into(), userfaultfd: memfd(), kvm: None };
+    let fds =
+        ShimFds { library, control: control.into(), userfaultfd: memfd(), kvm: None, pmem: None };
     let launch = Launch::wait(binary, shape, ram).shim(fds);
     let (launch, uid) = match unprivileged() {
         Some(user) => (launch.run_as(user), user.uid),

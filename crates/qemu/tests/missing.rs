@@ -101,9 +101,9 @@ fn userfaultfd() -> io::Result<OwnedFd> {
 
 /// A QEMU whose RAM can be a view.
 async fn start(launch: impl FnOnce(OwnedFd) -> Launch, shim: PathBuf) -> (Qemu, GuestMemory) {
-    let (tap, ends) = Tap::new(MEMORY_BYTES).expect("socket");
+    let (tap, ends) = Tap::new(MEMORY_BYTES, None).expect("socket");
     let userfaultfd = userfaultfd().expect("checked");
-    let fds = ShimFds { library: shim, control: ends.control, userfaultfd, kvm: None };
+    let fds = ShimFds { library: shim, control: ends.control, userfaultfd, kvm: None, pmem: None };
     let launch = launch(ends.ram).shim(fds);
     let launch = match unprivileged() {
         Some(user) => launch.run_as(user),

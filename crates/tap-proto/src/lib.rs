@@ -5,9 +5,9 @@
 //! ends are built from this file and run on one host; [`VERSION`] guards against a shim of another
 //! build.
 //!
-//! The shim learns of its surroundings from the environment, each a number of an inherited fd:
-//! [`ENV_CONTROL`], [`ENV_USERFAULTFD`], [`ENV_RAM`], [`ENV_KVM`]; and its [`Role`] from
-//! [`ENV_ROLE`].
+//! The shim learns of its surroundings from the environment. [`ENV_CONTROL`], [`ENV_USERFAULTFD`],
+//! [`ENV_RAM`], [`ENV_PMEM`] and [`ENV_KVM`] are numbers of inherited fds. [`ENV_ROLE`] is its
+//! [`Role`].
 
 #![no_std]
 
@@ -18,13 +18,17 @@ pub const ENV_USERFAULTFD: &str = "VMFORK_TAP_USERFAULTFD";
 /// The placeholder file that QEMU is told its RAM is (`mem-path=/proc/self/fd/N`): a memfd of RAM's
 /// size that is never written. The shim knows RAM's mapping by this file's inode.
 pub const ENV_RAM: &str = "VMFORK_TAP_RAM";
+/// The file that QEMU is told its persistent memory is, read-only; absent without. The shim knows
+/// that mapping by this file's inode. It stays a mapping of this file wherever
+/// [`Op::MapPmem`] maps nothing over it.
+pub const ENV_PMEM: &str = "VMFORK_TAP_PMEM";
 /// An open `/dev/kvm`, given to QEMU when it opens that path; absent without KVM.
 pub const ENV_KVM: &str = "VMFORK_TAP_KVM";
 /// `boot` or `wait`.
 pub const ENV_ROLE: &str = "VMFORK_TAP_ROLE";
 
 /// Raised with every change of this file.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 
 /// RAM is managed, and accounted, in blocks of 2 MiB: what one page-table page maps.
 pub const BLOCK_BYTES: u64 = 2 << 20;
@@ -83,6 +87,10 @@ pub enum Op {
     Release = 6,
     /// End the keeper.
     Exit = 7,
+    /// Map a file from its start over a part of persistent memory, shared and read-only. The fd is
+    /// the file. args: offset in persistent memory and length, in bytes, multiples of the page.
+    /// ENODEV: QEMU has made no mapping of [`ENV_PMEM`], or more than one.
+    MapPmem = 8,
 }
 
 impl Op {
@@ -95,6 +103,7 @@ impl Op {
             5 => Self::MapZero,
             6 => Self::Release,
             7 => Self::Exit,
+            8 => Self::MapPmem,
             _ => return None,
         })
     }

@@ -7,7 +7,7 @@ use core::sync::atomic::{AtomicI32, AtomicUsize};
 use libc::{iovec, msghdr, off64_t, size_t, ssize_t};
 
 use crate::ram::{self, PAGE_BYTES};
-use crate::{receive, sys};
+use crate::{pmem, receive, sys};
 
 /// Addresses of the real functions, found once at load.
 static MMAP: AtomicUsize = AtomicUsize::new(0);
@@ -96,7 +96,12 @@ pub unsafe extern "C" fn mmap64(
     }
     let address = real(&MMAP, c"mmap64");
     // SAFETY: `address` is libc's mmap64, which has this type; the arguments are the caller's.
-    unsafe { core::mem::transmute::<usize, Mmap>(address)(at, len, prot, flags, fd, offset) }
+    let mapped =
+        unsafe { core::mem::transmute::<usize, Mmap>(address)(at, len, prot, flags, fd, offset) };
+    if mapped != libc::MAP_FAILED && pmem::is_file(fd) {
+        pmem::mapped(mapped.expose_provenance(), len);
+    }
+    mapped
 }
 
 /// # Safety

@@ -12,7 +12,7 @@ use vmfork_tap_proto::{
     Request, STATUS_MERGEABLE, VERSION,
 };
 
-use crate::{blocks, ram, seccomp, sys};
+use crate::{blocks, pmem, ram, seccomp, sys};
 
 const STACK_BYTES: usize = 64 << 10;
 
@@ -118,6 +118,10 @@ impl Keeper {
             Some(Op::MapCache) => self.map_run(request.args, Some(fd), &touched).map(|()| [0; 6]),
             Some(Op::MapZero) => self.map_run(request.args, None, &touched).map(|()| [0; 6]),
             Some(Op::Release) => Self::release(request.args).map(|()| [0; 6]),
+            Some(Op::MapPmem) => {
+                let [offset, len, ..] = request.args;
+                pmem::map(offset, len, fd).map(|()| [0; 6])
+            }
             Some(Op::Exit) => Ok([0; 6]),
             None => Err(EINVAL),
         };

@@ -30,6 +30,7 @@ mod blocks;
 #[expect(unreachable_pub, reason = "exported by name to the dynamic linker")]
 mod hooks;
 mod keeper;
+mod pmem;
 mod ram;
 mod receive;
 mod seccomp;
@@ -53,12 +54,16 @@ extern "C" fn init() {
     if let Some(kvm) = env_number(c"VMFORK_TAP_KVM") {
         hooks::offer_kvm(kvm);
     }
+    if let Some(file) = env_number(c"VMFORK_TAP_PMEM") {
+        pmem::init(file);
+    }
     // What QEMU might start must not be tapped.
     for name in [
         c"LD_PRELOAD",
         c"VMFORK_TAP_CONTROL",
         c"VMFORK_TAP_USERFAULTFD",
         c"VMFORK_TAP_RAM",
+        c"VMFORK_TAP_PMEM",
         c"VMFORK_TAP_ROLE",
         c"VMFORK_TAP_KVM",
     ] {

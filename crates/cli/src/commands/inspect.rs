@@ -1,5 +1,6 @@
 //! `vmfork inspect`: one VM, with where its memory is.
 
+use vmfork_api::disk::RootDevice;
 use vmfork_api::{BytesBetweenHosts, CacheInfo, Disk, DiskActivity, MemoryInfo, VmDetail};
 
 use super::run::accel_word;
@@ -11,6 +12,25 @@ use crate::printer::{Field, render_table, state_word};
 use crate::start::reach;
 
 pub(super) const PAGE_BYTES: u64 = 4096;
+
+fn qemu(vm: &VmDetail) -> String {
+    match vm.vm.pid {
+        Some(pid) => format!("{}, pid {pid}", vm.qemu_version),
+        None => vm.qemu_version.clone(),
+    }
+}
+
+fn root_device(vm: &VmDetail) -> String {
+    let Some(device) = vm.root_device else { return "-".to_owned() };
+    let word = match device {
+        RootDevice::Pmem => "pmem",
+        RootDevice::Block => "block",
+    };
+    match vm.root_device_reason.as_str() {
+        "" => word.to_owned(),
+        reason => format!("{word} ({reason})"),
+    }
+}
 
 pub(super) async fn run(global: &Global, vm: &str) -> anyhow::Result<Exit> {
     let client = reach(global).await?;
@@ -72,13 +92,8 @@ fn identity(detail: &VmDetail) -> Vec<(&'static str, String)> {
             ),
         ),
         ("accelerator", format!("{} ({})", accel_word(vm.accel), detail.accel_reason)),
-        (
-            "qemu",
-            match vm.pid {
-                Some(pid) => format!("{}, pid {pid}", detail.qemu_version),
-                None => detail.qemu_version.clone(),
-            },
-        ),
+        ("root device", root_device(detail)),
+        ("qemu", qemu(detail)),
         (
             "last fork",
             detail.last_fork.as_ref().map_or_else(

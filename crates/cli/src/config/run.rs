@@ -3,10 +3,11 @@
 
 use std::time::Duration;
 
+use vmfork_api::disk::RootDevice;
 use vmfork_api::{Accel, Prefetch, Root, RunRequest, StartRequest};
 
 use super::{misuse, value};
-use crate::args::{RawAccel, RawPrefetch, RawRoot, RawRun};
+use crate::args::{RawAccel, RawPrefetch, RawRoot, RawRootDevice, RawRun};
 use crate::failure::Misuse;
 
 /// The daemon's own bounds, where a request names none (see `vmfork-api`).
@@ -90,6 +91,7 @@ fn of_images(raw: &RawRun) -> Vec<&'static str> {
         (!raw.disks.is_empty(), "--disk"),
         (raw.root.is_some(), "--root"),
         (raw.root_size.is_some(), "--root-size"),
+        (raw.root_device.is_some(), "--root-device"),
     ];
     given.into_iter().filter_map(|(is_given, option)| is_given.then_some(option)).collect()
 }
@@ -139,6 +141,10 @@ fn boot(name: &str, raw: &RawRun) -> Result<BootConfig, Misuse> {
         disks: value::disks(&raw.disks, root)?,
         root,
         root_bytes: value::root_bytes(root, raw.root_size.as_deref())?,
+        root_device: raw.root_device.map(|device| match device {
+            RawRootDevice::Pmem => RootDevice::Pmem,
+            RawRootDevice::Block => RootDevice::Block,
+        }),
     };
     Ok(BootConfig { request, bound: timeout.unwrap_or(BOOT_TIMEOUT_DEFAULT) })
 }

@@ -13,9 +13,9 @@ use vmfork_guest_image::ImageFiles;
 use vmfork_qemu::probe::{self, KvmFacts};
 use vmfork_qemu::{Accel, AccelChoice, Boot, DriveContent, Drives, GuestKind, Shape};
 
-use super::Hub;
-use super::boot_disks::{self, drives, words};
+use super::boot_disks::{self, drives, pmem_words, words};
 use super::error::{NotReady, RunError, SizeError};
+use super::{Hub, root_device};
 use vmfork_fork::{Forker, start_channels};
 use vmfork_guest_link::agent::{AgentInfo, AgentLink, HelloRequest, LinkError};
 use vmfork_host::admission::{BootAsk, Lease};
@@ -90,23 +90,26 @@ pub(super) async fn run(hub: &Hub, user: User, request: RunRequest) -> Result<Ar
     let wanted = boot_disks::wanted(&request, &files.metadata);
     let wanted = wanted.map_err(|error| error.to_body(message.as_str()))?;
     let memory_bytes = memory_mib << 20;
+    if !wanted.has_root_file() {
+        files.root = None;
+    }
+    let chosen = root_device::choose(&core.config, request.root_device, &files, memory_bytes);
+    let chosen = chosen.map_err(|error| error.to_body(message.as_str()))?;
     let id = random_hex::<8>();
     let ask = BootAsk { name: &name, family: &id, user, ram_bytes: memory_bytes, cpus };
     let lease = admit(core, ask, &message).await?;
     // After its admission: one that is refused makes no files.
     let disks = boot_disks::contents(core, &wanted).await;
     let disks = disks.map_err(|error| error.to_body(message.as_str()))?;
-    if !wanted.has_root_file() {
-        files.root = None;
-    }
     let spec = MachineSpec {
         image: request.image,
-        drives: drives(&files, &disks),
+        drives: drives(&files, chosen.pmem_bytes, &disks),
         nics: 0,
         memory_bytes,
         cpus,
         accel: accel_word(choice.accel),
         accel_reason: choice.reason.clone(),
+        root_device_reason: chosen.reason,
     };
     let order = Order {
         message,
@@ -285,9 +288,11 @@ async fn bring_up(
         guest,
         vm.identity.spec().drives.iter().map(DriveSpec::slot).collect(),
     )?;
+    let shape = shape.with_pmem(vm.identity.spec().pmem_bytes())?;
     let shape = if files.metadata.vmgenid == Some(false) { shape.without_vmgenid() } else { shape };
     let mut append = OsString::from(&files.metadata.cmdline);
     append.push(words(root_disk));
+    append.push(pmem_words(vm.identity.spec()));
     let boot = match files.kernel {
         Some(kernel) => {
             Boot::Kernel { kernel: kernel.into(), initrd: files.initrd.map(Into::into), append }

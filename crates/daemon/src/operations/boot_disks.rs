@@ -18,7 +18,7 @@ use vmfork_guest_image::{ImageFiles, Metadata};
 use vmfork_host::core::{Core, open_image};
 use vmfork_host::disks::{DiskContent, DiskError};
 use vmfork_host::error::Error as HostError;
-use vmfork_host::vm::DriveSpec;
+use vmfork_host::vm::{DriveSpec, MachineSpec};
 use vmfork_snapshots::guest_images::ROOT_DISK;
 
 use super::error::RunError;
@@ -43,9 +43,13 @@ impl Wanted {
 }
 
 /// Of a VM that boots from these. If the image's root is a drive, it is among the files.
-pub(super) fn drives(files: &ImageFiles, disks: &[DiskContent]) -> Vec<DriveSpec> {
+pub(super) fn drives(
+    files: &ImageFiles,
+    pmem_bytes: Option<u64>,
+    disks: &[DiskContent],
+) -> Vec<DriveSpec> {
     let root = files.root.as_ref().and(files.metadata.root_blake3());
-    let root = root.map(|blake3| DriveSpec::Root { blake3: blake3.to_owned() });
+    let root = root.map(|blake3| DriveSpec::Root { blake3: blake3.to_owned(), pmem_bytes });
     let disks = disks.iter().map(|disk| DriveSpec::Disk(disk.spec.clone()));
     root.into_iter().chain(disks).collect()
 }
@@ -142,6 +146,20 @@ pub(super) async fn contents(core: &Core, wanted: &Wanted) -> Result<Vec<DiskCon
     Ok(contents)
 }
 
+/// Above so much memory devices may not reach all of it, and Linux needs its bounce buffers.
+const ALL_LOW_BYTES: u64 = 3 << 30;
+
+/// What the kernel's command line says of a root that is persistent memory.
+pub(super) fn pmem_words(spec: &MachineSpec) -> &'static str {
+    match spec.pmem_bytes() {
+        None => "",
+        // The guest believes that memory above 4 GiB may come. It would keep 64 MiB for devices
+        // that can't reach that.
+        Some(_) if spec.memory_bytes <= ALL_LOW_BYTES => " vmfork.pmem=/dev/pmem0 swiotlb=noforce",
+        Some(_) => " vmfork.pmem=/dev/pmem0",
+    }
+}
+
 /// What the kernel's command line says of a root with a disk of its own.
 pub(super) fn words(root: Option<RootDisk>) -> &'static str {
     match root {
@@ -211,8 +229,10 @@ mod tests {
             folder: PathBuf::new(),
         };
         let blake3 = "ab12".to_owned();
-        assert_eq!(drives(&files(Some(root_file())), &[]), [DriveSpec::Root { blake3 }]);
-        assert_eq!(drives(&files(None), &[]), []);
+        let pmem_bytes = Some(4 << 20);
+        let drive = DriveSpec::Root { blake3, pmem_bytes };
+        assert_eq!(drives(&files(Some(root_file())), pmem_bytes, &[]), [drive]);
+        assert_eq!(drives(&files(None), pmem_bytes, &[]), []);
         assert_eq!(words(root), " vmfork.upper=/dev/vdb");
         for (of, root) in [(&old, "disk"), (&old, "overlay"), (&imported, "overlay")] {
             let refused = wanted(&request(root), of).expect_err("it can't").to_body("run it");

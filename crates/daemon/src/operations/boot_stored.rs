@@ -28,8 +28,8 @@ use vmfork_snapshots::StoredDisks;
 
 use super::Hub;
 use super::boot::{self, EndOnDrop, Order};
-use super::boot_disks;
 use super::error::RunError;
+use super::{boot_disks, root_device};
 
 /// A start under way.
 struct Start<'a> {
@@ -145,8 +145,10 @@ impl<'a> Start<'a> {
         boot_disks::check_root(root, &files.metadata, &spec.image)?;
         let choice = boot::choose_accel(Some(spec.accel)).or_else(|_| boot::choose_accel(None))?;
         let inherited = facts.inherited.with_labels(&request.labels).map_err(HostError::from)?;
+        let chosen = root_device::choose_again(spec, &files);
         let spec = MachineSpec {
-            drives: boot_disks::drives(&files, &stored.contents),
+            drives: boot_disks::drives(&files, chosen.pmem_bytes, &stored.contents),
+            root_device_reason: chosen.reason,
             accel: accel_word(choice.accel),
             accel_reason: match accel_word(choice.accel) == spec.accel {
                 true => spec.accel_reason.clone(),
@@ -284,7 +286,7 @@ mod tests {
             DiskSpec { name, size_bytes, durability, volume, empty, read_only }
         };
         let disk = |name: &str| DriveSpec::Disk(spec(name));
-        let root = || DriveSpec::Root { blake3: "ab".to_owned() };
+        let root = || DriveSpec::Root { blake3: "ab".to_owned(), pmem_bytes: None };
         let of = |drives: Vec<DriveSpec>| {
             root_of(&MachineSpec { drives, ..Inherited::of_a_test(64 << 20).spec })
         };

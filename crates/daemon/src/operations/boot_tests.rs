@@ -22,6 +22,7 @@ async fn answer(guest: &mut Guest, said: &[Option<Firstboot>]) {
             kernel: "6.1".to_owned(),
             cpus: 1,
             firstboot: *firstboot,
+            pmem_root: false,
         };
         guest.say(0, &hello).await;
     }

@@ -15,7 +15,7 @@ use vmfork_guest_image::{Metadata, StoreError};
 use vmfork_qemu::probe;
 
 use super::error::ControlError;
-use super::{Hub, boot};
+use super::{Hub, boot, root_device};
 use vmfork_control::{Answer, ConsoleSession, Control, Events, ExecSession, FileStream, Killed};
 use vmfork_fork;
 use vmfork_host::error::chain;
@@ -156,15 +156,18 @@ impl Control for Hub {
             let agent = vm.agent();
             let clones = core.registry.clones_of(&vm.identity.id);
             let machine = vm.machine();
+            let (device, reason) = root_device::shown(vm.identity.spec(), agent.as_ref());
             Ok(VmDetail {
                 schema: SCHEMA.to_owned(),
                 vm: core.summary(&vm, true),
                 memory: tokio::task::block_in_place(|| core.memory_info(&vm)),
                 qemu_version: machine.as_ref().map_or_else(String::new, |m| m.version.to_string()),
                 agent_version: agent.as_ref().map(|agent| agent.agent_version.clone()),
-                guest_kernel: agent.map(|agent| agent.kernel),
+                guest_kernel: agent.as_ref().map(|agent| agent.kernel.clone()),
                 clone_names: clones.iter().map(|clone| clone.name().to_owned()).collect(),
                 accel_reason: vm.identity.spec().accel_reason.clone(),
+                root_device: device,
+                root_device_reason: reason,
                 user: vm.identity.user.to_string(),
                 job: vm.identity.job.as_ref().map(|job| job.id.clone()),
                 keeper_pid: machine.map(|machine| machine.keeper_pid()),

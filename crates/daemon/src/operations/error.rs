@@ -13,6 +13,8 @@ use vmfork_host::vm::launch::LaunchError;
 use vmfork_qemu::probe::NoKvm;
 use vmfork_qemu::shape::ShapeError;
 
+use super::root_device::NoPmem;
+
 /// An operation on an image or a VM that is there.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ControlError {
@@ -63,6 +65,8 @@ pub(super) enum RunError {
     /// Its initrd would mount an overlay.
     #[error("the guest image `{image}` can't have a root on a disk")]
     NoRootDisk { image: String },
+    #[error("its root can't be persistent memory: {0}")]
+    NoPmem(NoPmem),
     #[error("a root of {size_bytes} bytes is smaller than the image's, which has {image_bytes}")]
     SmallRoot { size_bytes: u64, image_bytes: u64 },
     /// The image of a disk does not open.
@@ -188,6 +192,7 @@ impl RunError {
             Self::SmallRoot { .. } => {
                 (ErrorCode::BadRequest, Some("leave --root-size out, or give more".to_owned()))
             }
+            Self::NoPmem(why) => (ErrorCode::BadRequest, Some(why.remedy().to_owned())),
             Self::NoRootDisk { .. } => {
                 let remedy = "build the image again: `vmfork image build`; or leave --root out";
                 (ErrorCode::BadRequest, Some(remedy.to_owned()))

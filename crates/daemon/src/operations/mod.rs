@@ -13,6 +13,7 @@ mod boot_stored;
 mod control;
 mod disks;
 mod error;
+mod root_device;
 mod snapshots;
 mod volumes;
 

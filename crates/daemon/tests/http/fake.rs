@@ -270,6 +270,8 @@ impl Control for Fake {
                 guest_kernel: None,
                 clone_names: vec![],
                 accel_reason: "made up".into(),
+                root_device: None,
+                root_device_reason: String::new(),
                 user: "0".into(),
                 job: None,
                 disks: vec![],

@@ -297,9 +297,9 @@ impl Driver {
     fn pass_on(&mut self) {
         while let Some(event) = self.mux.poll_event() {
             match event {
-                Event::Hello { protocol, agent_version, kernel, cpus, firstboot } => {
+                Event::Hello { protocol, agent_version, kernel, cpus, firstboot, pmem_root } => {
                     let info = if protocol == PROTOCOL_VERSION {
-                        Ok(AgentInfo { agent_version, kernel, cpus, firstboot })
+                        Ok(AgentInfo { agent_version, kernel, cpus, firstboot, pmem_root })
                     } else {
                         Err(LinkError::Version { agent: protocol })
                     };

@@ -55,6 +55,9 @@ pub struct AgentInfo {
     pub cpus: u32,
     /// What has become of the image's first-boot command, if it has one.
     pub firstboot: Option<Firstboot>,
+    /// The root is read from persistent memory.
+    #[serde(default)]
+    pub pmem_root: bool,
 }
 
 impl AgentInfo {

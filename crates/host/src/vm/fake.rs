@@ -21,7 +21,7 @@ const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fake-qemu.sh");
 
 /// It keeps what it writes down in `folder`.
 pub async fn machine(folder: &std::path::Path) -> Arc<Machine> {
-    let (tap, ends) = Tap::new(MEMORY_BYTES).expect("a socket");
+    let (tap, ends) = Tap::new(MEMORY_BYTES, None).expect("a socket");
     let shape = Shape::new(MEMORY_BYTES, 1, Accel::Tcg, GuestKind::Linux, Vec::new())
         .expect("a possible shape");
     let version = Version { major: 7, minor: 2, micro: 0 };

@@ -61,6 +61,8 @@ pub struct MachineSpec {
     pub accel: Accel,
     /// Why that one was chosen, then.
     pub accel_reason: String,
+    /// Why its root is persistent memory, or is not.
+    pub root_device_reason: String,
 }
 
 /// A drive, and what it must hold wherever the guest goes on.
@@ -71,6 +73,10 @@ pub enum DriveSpec {
     Root {
         /// BLAKE3 of its bytes, in hex.
         blake3: String,
+        /// The guest has it as persistent memory, too, of this size. Absent in what older daemons
+        /// wrote.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pmem_bytes: Option<u64>,
     },
     /// A disk. Its bytes go with the VM, unless it is a volume.
     Disk(DiskSpec),
@@ -91,7 +97,15 @@ impl MachineSpec {
     /// BLAKE3 of the root disk, in hex, if there is one.
     pub fn root_blake3(&self) -> Option<&str> {
         self.drives.iter().find_map(|drive| match drive {
-            DriveSpec::Root { blake3 } => Some(blake3.as_str()),
+            DriveSpec::Root { blake3, .. } => Some(blake3.as_str()),
+            DriveSpec::Disk(_) => None,
+        })
+    }
+
+    /// Size of the persistent memory that shows the root, if the guest has it so.
+    pub fn pmem_bytes(&self) -> Option<u64> {
+        self.drives.iter().find_map(|drive| match drive {
+            DriveSpec::Root { pmem_bytes, .. } => *pmem_bytes,
             DriveSpec::Disk(_) => None,
         })
     }
@@ -118,24 +132,37 @@ struct Written {
     cpus: u32,
     accel: Accel,
     accel_reason: String,
+    #[serde(default)]
+    root_device_reason: String,
 }
 
 impl From<Written> for MachineSpec {
     fn from(written: Written) -> Self {
-        let Written { image, root_blake3, drives, nics, memory_bytes, cpus, accel, accel_reason } =
-            written;
-        let root = root_blake3.map(|blake3| DriveSpec::Root { blake3 });
+        let Written { image, root_blake3, drives, nics, memory_bytes, cpus, .. } = written;
+        let Written { accel, accel_reason, root_device_reason, .. } = written;
+        let root = root_blake3.map(|blake3| DriveSpec::Root { blake3, pmem_bytes: None });
         let drives = drives.unwrap_or_else(|| root.into_iter().collect());
-        Self { image, drives, nics, memory_bytes, cpus, accel, accel_reason }
+        Self { image, drives, nics, memory_bytes, cpus, accel, accel_reason, root_device_reason }
     }
 }
 
 impl From<MachineSpec> for Written {
     fn from(spec: MachineSpec) -> Self {
         let root_blake3 = spec.root_blake3().map(ToOwned::to_owned);
-        let MachineSpec { image, drives, nics, memory_bytes, cpus, accel, accel_reason } = spec;
+        let MachineSpec { image, drives, nics, memory_bytes, cpus, .. } = spec;
+        let MachineSpec { accel, accel_reason, root_device_reason, .. } = spec;
         let drives = Some(drives);
-        Self { image, root_blake3, drives, nics, memory_bytes, cpus, accel, accel_reason }
+        Self {
+            image,
+            root_blake3,
+            drives,
+            nics,
+            memory_bytes,
+            cpus,
+            accel,
+            accel_reason,
+            root_device_reason,
+        }
     }
 }
 
@@ -152,6 +179,7 @@ impl Inherited {
                 cpus: 1,
                 accel: Accel::Tcg,
                 accel_reason: String::new(),
+                root_device_reason: String::new(),
             },
             labels: Labels::default(),
         }
@@ -175,7 +203,8 @@ mod tests {
     fn what_older_daemons_wrote_is_read() {
         let spec = |written| from_value::<Inherited>(written).expect("readable").spec;
         let with_root = spec(old("ab12".into()));
-        assert_eq!(with_root.drives, [DriveSpec::Root { blake3: "ab12".to_owned() }]);
+        let root = DriveSpec::Root { blake3: "ab12".to_owned(), pmem_bytes: None };
+        assert_eq!(with_root.drives, [root]);
         assert_eq!((with_root.root_blake3(), with_root.nics), (Some("ab12"), 0));
         assert_eq!((with_root.memory_bytes, with_root.cpus), (1 << 29, 2));
         assert_eq!(spec(old(Value::Null)).drives, []);

@@ -16,7 +16,7 @@ use vmfork_qemu::{
     Accel, Boot, Drives, Launch, NbdSocketError, Qemu, Shape, ShimFds, StartError, Version,
 };
 
-use super::machine::Machine;
+use super::machine::{BindError, Machine};
 use super::users::{User, Users};
 use crate::config::QEMU_UIDS;
 use crate::disks::{DiskContent, DiskError, HostDisks, MachineDisks};
@@ -55,6 +55,8 @@ pub enum LaunchError {
     Disks(#[from] DiskError),
     #[error("give it its disks' socket")]
     Socket(#[from] NbdSocketError),
+    #[error("give it what it boots with")]
+    Begin(#[from] BindError),
 }
 
 /// How long a QEMU that was killed may take to be gone.
@@ -68,10 +70,11 @@ impl LaunchError {
             | Self::Open { .. }
             | Self::Prepare(_)
             | Self::Journal(_)
-            | Self::Socket(_) => ErrorCode::Host,
+            | Self::Socket(_)
+            | Self::Begin(BindError::Socket(_) | BindError::RootFile(_)) => ErrorCode::Host,
             Self::Disks(error) => error.code(),
             Self::NoUser | Self::NoRoom(_) => ErrorCode::NoCapacity,
-            Self::Start(_) | Self::Unforkable { .. } => ErrorCode::Qemu,
+            Self::Start(_) | Self::Unforkable { .. } | Self::Begin(_) => ErrorCode::Qemu,
         }
     }
 
@@ -91,7 +94,11 @@ impl LaunchError {
             Self::Disks(error) => error.remedy().unwrap_or(DOCTOR),
             Self::Journal(_) => "make room on the disk of the state folder",
             Self::NoUser => "end VMs (`vmfork ps`, `vmfork kill`)",
-            Self::Open { .. } | Self::Prepare(_) | Self::Start(_) | Self::Socket(_) => DOCTOR,
+            Self::Open { .. }
+            | Self::Prepare(_)
+            | Self::Start(_)
+            | Self::Socket(_)
+            | Self::Begin(_) => DOCTOR,
         }
     }
 }
@@ -164,13 +171,15 @@ impl Launcher {
         let user = self.users.take().ok_or(LaunchError::NoUser)?;
         let binary = probe::find(Some(&self.qemu)).await?;
         let version = binary.version;
-        let (tap, ends) = Tap::new(shape.memory_bytes).map_err(LaunchError::Prepare)?;
+        let (tap, ends) =
+            Tap::new(shape.memory_bytes, shape.pmem_bytes).map_err(LaunchError::Prepare)?;
         let kvm = (shape.accel == Accel::Kvm).then(|| open_device("/dev/kvm")).transpose()?;
         let shim = ShimFds {
             library: self.shim.clone(),
             control: ends.control,
             userfaultfd: open_device(USERFAULTFD_DEVICE)?,
             kvm,
+            pmem: ends.pmem,
         };
         let (launch, holds) = match booting {
             Some(Booting { drives, disks, vm, boot }) => {
@@ -190,16 +199,19 @@ impl Launcher {
         let launch = launch.shim(shim).run_as(user.run_as()).environment(mark);
         let qemu = launch.start().await?;
         let end = qemu.process.exit();
-        let held = self.take_hold(tap, qemu, shape, version, user);
-        if held.is_err() {
+        let started = async {
+            let machine = self.take_hold(tap, qemu, shape, version, user)?;
+            if let Some((drives, disks)) = holds {
+                machine.boots_with(drives, disks).await?;
+            }
+            Ok(machine)
+        };
+        let started = started.await;
+        if started.is_err() {
             // It was killed: after the notice nothing is left of it.
             let _late = timeout(END_WAIT, end).await;
         }
-        held.inspect(|machine| {
-            if let Some((drives, disks)) = holds {
-                machine.holds(drives, disks);
-            }
-        })
+        started
     }
 
     fn take_hold(

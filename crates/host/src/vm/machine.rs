@@ -1,10 +1,11 @@
 //! One QEMU and its RAM: what a running VM, or a waiting one of the pool, consists of.
 
+use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use vmfork_engine::{Engine, ViewCounters};
-use vmfork_memory::{Attachment, GuestMemory, MemorySample};
+use vmfork_memory::{Attachment, GuestMemory, MemorySample, TapError, pmem_bytes};
 use vmfork_policy::ViewId;
 use vmfork_qemu::{
     DriveSlot, Drives, NbdSocketError, Process, Qemu, Qmp, QmpError, Shape, Version,
@@ -54,12 +55,20 @@ pub enum BindError {
     Qmp(#[from] QmpError),
     #[error("give a waiting QEMU its disks' socket")]
     Socket(#[from] NbdSocketError),
+    #[error("look at the root's file")]
+    RootFile(#[source] io::Error),
+    #[error("show the root's file in persistent memory")]
+    Pmem(#[from] TapError),
 }
 
 impl BindError {
     /// QEMU is gone, rather than unwilling.
     pub fn is_lost(&self) -> bool {
-        matches!(self, Self::Qmp(error) if error.is_lost())
+        match self {
+            Self::Qmp(error) => error.is_lost(),
+            Self::Pmem(error) => matches!(error, TapError::Gone { .. } | TapError::Socket { .. }),
+            _ => false,
+        }
     }
 }
 
@@ -111,12 +120,40 @@ impl Machine {
         *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
-    /// It has booted with these.
-    pub(super) fn holds(&self, drives: Drives, disks: Option<MachineDisks>) {
+    /// It boots with these. With persistent memory it has waited for this.
+    ///
+    /// # Errors
+    /// [`BindError`]: it does not boot.
+    pub(super) async fn boots_with(
+        &self,
+        drives: Drives,
+        disks: Option<MachineDisks>,
+    ) -> Result<(), BindError> {
         let _first = self.drives.set(drives);
         if let Some(disks) = disks {
             let _first = self.disks.set(disks);
         }
+        if self.shape.pmem_bytes.is_some() {
+            self.show_root()?;
+            if let Err(error) = self.qmp.cont().await {
+                return Err(self.process.explain(error).await.into());
+            }
+        }
+        Ok(())
+    }
+
+    /// What the first drive holds is what persistent memory shows.
+    fn show_root(&self) -> Result<(), BindError> {
+        let Some(file) = self.drives.get().and_then(Drives::first_file) else {
+            return Err(BindError::RootFile(io::ErrorKind::NotFound.into()));
+        };
+        let stat = rustix::fs::fstat(file).map_err(|errno| BindError::RootFile(errno.into()))?;
+        let file_bytes = stat.st_size.unsigned_abs();
+        if self.shape.pmem_bytes != Some(pmem_bytes(file_bytes)) {
+            return Err(BindError::RootFile(io::ErrorKind::InvalidInput.into()));
+        }
+        tokio::task::block_in_place(|| self.memory().show_file(file, file_bytes))?;
+        Ok(())
     }
 
     /// Give the drives of a QEMU that waited their content, once, before a state is loaded: the
@@ -138,6 +175,9 @@ impl Machine {
         // Before QEMU connects, and also if that fails: they end after it.
         if let Some(disks) = disks {
             let _first = self.disks.set(disks);
+        }
+        if self.shape.pmem_bytes.is_some() {
+            self.show_root()?;
         }
         Ok(self.qmp.bind_drives(&all).await?)
     }

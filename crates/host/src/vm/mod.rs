@@ -51,6 +51,7 @@ use crate::lifetime::Lifetime;
 use crate::metrics::EndReason;
 use crate::quotas::User;
 use vmfork_guest_link::agent::{AgentInfo, AgentLink};
+pub use vmfork_memory::{pmem_bytes, pmem_cost_bytes};
 
 /// What never changes.
 #[derive(Debug, Clone)]

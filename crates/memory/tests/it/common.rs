@@ -81,9 +81,14 @@ pub struct FakeVm {
 
 impl FakeVm {
     pub fn start(pages: u64, role: proto::Role) -> Self {
+        Self::start_with(pages, role, None)
+    }
+
+    /// With so much persistent memory.
+    pub fn start_with(pages: u64, role: proto::Role, pmem_bytes: Option<u64>) -> Self {
         let bytes = pages * PAGE_BYTES;
-        let (tap, ends) = Tap::new(bytes).expect("socket");
-        let mut vm = Self::spawn(bytes, role, ends.control, ends.ram);
+        let (tap, ends) = Tap::new(bytes, pmem_bytes).expect("socket");
+        let mut vm = Self::spawn(bytes, role, ends.control, ends.ram, ends.pmem);
         let memory = GuestMemory::connect(tap, vm.child.id(), bytes).expect("connect");
         vm.memory = Some(memory);
         vm
@@ -91,7 +96,13 @@ impl FakeVm {
 
     /// A fake VM whose keeper has this end of a control socket. No view or image has taken hold of
     /// its memory.
-    pub fn spawn(bytes: u64, role: proto::Role, control: OwnedFd, ram: OwnedFd) -> Self {
+    pub fn spawn(
+        bytes: u64,
+        role: proto::Role,
+        control: OwnedFd,
+        ram: OwnedFd,
+        pmem: Option<OwnedFd>,
+    ) -> Self {
         let device: OwnedFd = std::fs::OpenOptions::new()
             .read(true)
             .write(true)
@@ -99,9 +110,11 @@ impl FakeVm {
             .expect("userfaultfd")
             .into();
         // Out of the way of the numbers that they get in the child.
-        let fds = [control, device, ram]
-            .map(|fd| rustix::io::fcntl_dupfd_cloexec(fd, 300).expect("duplicate"));
-        let numbers = fds.each_ref().map(AsRawFd::as_raw_fd);
+        let has_pmem = pmem.is_some();
+        let fds = [control, device, ram].into_iter().chain(pmem);
+        let fds = fds.map(|fd| rustix::io::fcntl_dupfd_cloexec(fd, 300).expect("duplicate"));
+        let fds: Vec<OwnedFd> = fds.collect();
+        let numbers: Vec<i32> = fds.iter().map(AsRawFd::as_raw_fd).collect();
         let mut command = Command::new(above(2).join("examples/fake_vm"));
         command
             .arg(bytes.to_string())
@@ -113,6 +126,9 @@ impl FakeVm {
             .env(proto::ENV_ROLE, role.as_str())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped());
+        if has_pmem {
+            command.arg("103").env(proto::ENV_PMEM, "103");
+        }
         // SAFETY: dup2 is async-signal-safe; nothing else happens between fork and exec.
         unsafe {
             command.pre_exec(move || {

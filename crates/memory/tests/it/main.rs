@@ -5,6 +5,7 @@ mod common;
 mod faults;
 mod first;
 mod generations;
+mod pmem;
 mod remote;
 mod shim;
 mod stored;

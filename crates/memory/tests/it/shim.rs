@@ -34,7 +34,7 @@ impl Keeper {
         let timeout = Some(Duration::from_secs(10));
         sockopt::set_socket_timeout(&socket, sockopt::Timeout::Recv, timeout).expect("timeout");
         let ram = memfd(RAM_BYTES);
-        Self { socket, vm: FakeVm::spawn(RAM_BYTES, Role::Boot, control, ram) }
+        Self { socket, vm: FakeVm::spawn(RAM_BYTES, Role::Boot, control, ram, None) }
     }
 
     fn send(&self, bytes: &[u8], fd: Option<BorrowedFd<'_>>) {
@@ -95,7 +95,7 @@ fn requests_that_make_no_sense_are_refused_and_change_nothing() {
     assert_eq!((version, bytes, mappings, flags), (VERSION.into(), RAM_BYTES, 1, 0));
     assert_ne!(pid, u64::from(keeper.vm.pid()), "a process of its own");
 
-    for op in [0, 8, u32::MAX] {
+    for op in [0, 9, u32::MAX] {
         assert_eq!(keeper.ask(op, [0; 4], None).errno, EINVAL, "op {op}");
     }
     for len in [1, REQUEST_BYTES - 1, REQUEST_BYTES + 1, 200] {
@@ -113,6 +113,8 @@ fn requests_that_make_no_sense_are_refused_and_change_nothing() {
     assert_eq!(release(u64::MAX - 4095, 8192), EINVAL, "beyond the end");
 
     let cache = memfd(RAM_BYTES);
+    let pmem = keeper.errno(Op::MapPmem, [0, 4096, 0, 0], Some(cache.as_fd()));
+    assert_eq!(pmem, libc::ENODEV.cast_unsigned(), "it has none");
     let map = |offset, len| keeper.errno(Op::MapCache, [offset, len, 0, 0], Some(cache.as_fd()));
     assert_eq!(map(0, BLOCK_BYTES), EINVAL, "not a view yet");
     assert_eq!(keeper.errno(Op::Freeze, [0; 4], None), libc::EBADF.cast_unsigned());

@@ -51,6 +51,7 @@ impl Host {
             vmgenid: Some(true),
             root_overlay: true,
             root_disk: true,
+            root_pmem: false,
             input_hash: None,
             tree_hash: None,
             root_stored: None,

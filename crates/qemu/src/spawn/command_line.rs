@@ -24,6 +24,8 @@ pub enum Slot {
     Serial,
     Agent,
     Ram,
+    /// The file that persistent memory is said to be.
+    Pmem,
     Kernel,
     Initrd,
     TapControl,
@@ -50,6 +52,7 @@ impl Slot {
             Self::Serial => 4,
             Self::Agent => 5,
             Self::Ram => 6,
+            Self::Pmem => 7,
             Self::Kernel => 8,
             Self::Initrd => 9,
             Self::TapControl => 10,
@@ -113,6 +116,10 @@ pub fn command_line(
         "-sandbox",
         "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny",
     );
+    if shape.pmem_bytes.is_some() && !matches!(begin, Begin::Wait) {
+        // Until the shim has something to show in persistent memory.
+        line.flag("-S");
+    }
     match begin {
         Begin::Kernel { append, initrd } => {
             line.option("-kernel", Slot::Kernel.path());
@@ -133,17 +140,31 @@ fn machine(line: &mut Line, shape: &Shape, kvm_cpu: &str) {
     let machine = shape.machine.name();
     // mem-merge: a mergeable RAM makes a freeze walk every page. suppress-vmdesc: 100 kB of JSON
     // less.
+    let nvdimm = if shape.pmem_bytes.is_some() { ",nvdimm=on" } else { "" };
     line.option(
         "-machine",
-        format!("{machine},mem-merge=off,suppress-vmdesc=on,memory-backend=ram"),
+        format!("{machine},mem-merge=off,suppress-vmdesc=on,memory-backend=ram{nvdimm}"),
     );
     let memory_kib = shape.memory_bytes >> 10;
-    line.option("-m", format!("{memory_kib}K"));
+    let slots = match shape.pmem_bytes {
+        None => String::new(),
+        Some(bytes) => format!(",slots=1,maxmem={}K", memory_kib.saturating_add(bytes >> 10)),
+    };
+    line.option("-m", format!("{memory_kib}K{slots}"));
     let ram = Slot::Ram.path();
     line.option(
         "-object",
         format!("memory-backend-file,id=ram,size={memory_kib}K,mem-path={ram},share=on,align=1G"),
     );
+    if let Some(bytes) = shape.pmem_bytes {
+        // share: device states leave it out, as they do RAM.
+        let (kib, path) = (bytes >> 10, Slot::Pmem.path());
+        line.option(
+            "-object",
+            format!("memory-backend-file,id=pmem,size={kib}K,mem-path={path},share=on,readonly=on,align=2M"),
+        );
+        line.option("-device", "nvdimm,id=nvdimm0,memdev=pmem,unarmed=on");
+    }
     line.option("-smp", shape.cpus.to_string());
     match shape.accel {
         Accel::Tcg => {
@@ -416,6 +437,23 @@ mod tests {
             let line = text(&shape(1, Accel::Kvm, guest), Begin::Wait);
             assert!(!line.contains("net"), "{line}");
         }
+    }
+
+    #[test]
+    fn persistent_memory_is_shared_and_read_only_and_a_boot_waits_for_it() {
+        let shape = shape(1, Accel::Tcg, GuestKind::Linux).with_pmem(Some(6 << 20));
+        let shape = shape.expect("possible");
+        let (boots, waits) = (text(&shape, Begin::Disk), text(&shape, Begin::Wait));
+        for line in [&boots, &waits] {
+            for part in [
+                "memory-backend=ram,nvdimm=on -m 524288K,slots=1,maxmem=530432K ",
+                "id=pmem,size=6144K,mem-path=/proc/self/fd/7,share=on,readonly=on,align=2M ",
+                "-device nvdimm,id=nvdimm0,memdev=pmem,unarmed=on ",
+            ] {
+                assert!(line.contains(part), "{line}");
+            }
+        }
+        assert!(boots.ends_with(" -S") && !waits.contains(" -S"), "{boots} {waits}");
     }
 
     #[test]

@@ -26,7 +26,7 @@ use std::time::Duration;
 
 use rustix::fs::{AtFlags, MemfdFlags, Mode, OFlags, Stat};
 use rustix::io::Errno;
-use vmfork_tap_proto::{ENV_CONTROL, ENV_KVM, ENV_RAM, ENV_ROLE, ENV_USERFAULTFD, Role};
+use vmfork_tap_proto::{ENV_CONTROL, ENV_KVM, ENV_PMEM, ENV_RAM, ENV_ROLE, ENV_USERFAULTFD, Role};
 
 use crate::drives::{DriveContent, Drives, NbdSocket};
 use crate::probe::{Binary, kvm_cpu};
@@ -70,6 +70,8 @@ pub struct ShimFds {
     pub userfaultfd: OwnedFd,
     /// An open `/dev/kvm`, with [`Accel::Kvm`](crate::Accel::Kvm).
     pub kvm: Option<OwnedFd>,
+    /// The file that persistent memory is said to be, of the shape's size.
+    pub pmem: Option<OwnedFd>,
 }
 
 /// A QEMU that could not be started.
@@ -85,6 +87,8 @@ pub enum StartError {
     WrongDrives { shape: Vec<DriveSlot>, given: Vec<DriveSlot> },
     #[error("the machine's shape has {shape} network cards, {given} taps were handed over")]
     WrongNics { shape: u8, given: usize },
+    #[error("the machine's shape and its shim differ in whether there is persistent memory")]
+    WrongPmem,
     #[error("QEMU runs as user {uid}, who may not {access} the {what}: its mode is {mode:o}")]
     Forbidden { access: &'static str, what: &'static str, uid: u32, mode: u32 },
     #[error("start {binary}")]
@@ -122,7 +126,8 @@ impl Launch {
     }
 
     /// A VM that boots. `ram` is a memfd of the shape's memory size: with the shim a placeholder
-    /// that is never written, without it the guest's RAM, shared.
+    /// that is never written, without it the guest's RAM, shared. With persistent memory, the VM
+    /// stands still until [`Qmp::cont`].
     pub fn boot(binary: Binary, shape: Shape, ram: OwnedFd, boot: Boot) -> Self {
         Self::new(binary, shape, ram, Some(boot))
     }
@@ -285,6 +290,10 @@ impl Launch {
             let (shape, given) = (self.shape.nics, self.nics.len());
             return Err(StartError::WrongNics { shape, given });
         }
+        let pmem = self.shim.as_ref().and_then(|shim| shim.pmem.as_ref());
+        if pmem.is_some() != self.shape.pmem_bytes.is_some() {
+            return Err(StartError::WrongPmem);
+        }
         let Some(user) = self.run_as else { return Ok(()) };
         let (kernel, initrd) = match &self.boot {
             Some(Boot::Kernel { kernel, initrd, .. }) => (Some(kernel), initrd.as_ref()),
@@ -372,25 +381,28 @@ impl Qemu {
     /// If the error is that QEMU is gone, say how it ended and its last words, which tell why.
     /// (QEMU exits when a state doesn't load.)
     pub async fn explain(&self, error: QmpError) -> QmpError {
-        explain(&self.process, error).await
+        self.process.explain(error).await
+    }
+}
+
+impl Process {
+    /// As [`Qemu::explain`], of an error of this process's QMP connection.
+    pub async fn explain(&self, error: QmpError) -> QmpError {
+        if !error.is_lost() {
+            return error;
+        }
+        match tokio::time::timeout(END_TIMEOUT, self.wait()).await {
+            Ok(status) => {
+                let words = or_silence(self.last_words().await);
+                QmpError::Lost { reason: format!("QEMU ended ({status}): {words}") }
+            }
+            Err(_) => error,
+        }
     }
 }
 
 /// A socket closes before its process has ended: wait this long for the status.
 const END_TIMEOUT: Duration = Duration::from_secs(1);
-
-async fn explain(process: &Process, error: QmpError) -> QmpError {
-    if !error.is_lost() {
-        return error;
-    }
-    match tokio::time::timeout(END_TIMEOUT, process.wait()).await {
-        Ok(status) => {
-            let words = or_silence(process.last_words().await);
-            QmpError::Lost { reason: format!("QEMU ended ({status}): {words}") }
-        }
-        Err(_) => error,
-    }
-}
 
 async fn ended(process: &Process, error: QmpError) -> StartError {
     match tokio::time::timeout(END_TIMEOUT, process.wait()).await {
@@ -421,6 +433,10 @@ fn shim_environment(
         number(ENV_RAM, Slot::Ram),
         format!("{ENV_ROLE}={}", role.as_str()).into(),
     ];
+    if let Some(pmem) = shim.pmem {
+        fds.push((Slot::Pmem, pmem));
+        environment.push(number(ENV_PMEM, Slot::Pmem));
+    }
     if let Some(kvm) = shim.kvm {
         fds.push((Slot::TapKvm, kvm));
         environment.push(number(ENV_KVM, Slot::TapKvm));

@@ -40,6 +40,7 @@ from ._models import (
     HostInfo,
     Image,
     Root,
+    RootDevice,
     TreeNode,
     Ttl,
     Version,
@@ -120,13 +121,15 @@ class Client:
         disks: Sequence[NewDisk] = (),
         root: Root | None = None,
         root_bytes: int | None = None,
+        root_device: RootDevice | None = None,
     ) -> VM:
         """Boot a VM and wait until its agent has answered (``boot_timeout_s=0``: don't wait).
 
         Its clones inherit its ``labels``, and get its ``disks`` as they are in the instant of the
         fork. ``root=Root.OVERLAY``: what is written to the root file system goes to a disk of
-        ``root_bytes``, and not to memory. ``ttl_s`` after its start it ends, with the clones that
-        inherit this bound.
+        ``root_bytes``, and not to memory. ``root_device`` insists on how the guest reads the
+        image's root; by default the daemon chooses. ``ttl_s`` after its start it ends, with the
+        clones that inherit this bound.
         """
         call = protocol.run(
             image,
@@ -140,6 +143,7 @@ class Client:
             disks=disks,
             root=root,
             root_bytes=root_bytes,
+            root_device=root_device,
             timeout=self._timeout,
         )
         return VM._of(self, self._send(call))

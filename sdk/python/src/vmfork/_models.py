@@ -248,6 +248,17 @@ class Root(_Word):
     UNKNOWN = "unknown"
 
 
+class RootDevice(_Word):
+    """How a guest reads the root file system of its image."""
+
+    PMEM = "pmem"
+    """Persistent memory, by DAX: without a page cache in the guest. The VMs of a host share one
+    copy."""
+    BLOCK = "block"
+    """A block device, through the guest's page cache."""
+    UNKNOWN = "unknown"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskActivity:
     """What a VM has asked of a disk since it has it."""
@@ -320,6 +331,9 @@ class VmDetail(VmInfo):
     guest_kernel: str | None = None
     clone_names: tuple[str, ...] = ()
     accel_reason: str = ""
+    root_device: RootDevice | None = None
+    """How the guest reads the root of its image; ``None`` without such a root."""
+    root_device_reason: str = ""
     user: str = ""
     """Whose quota it counts against: a user's number, or ``token``."""
     job: str | None = None

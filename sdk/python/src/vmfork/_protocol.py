@@ -30,6 +30,7 @@ from ._models import (
     HostInfo,
     Image,
     Root,
+    RootDevice,
     TreeNode,
     TtlReply,
     Version,
@@ -207,6 +208,7 @@ def run(
     disks: Sequence[NewDisk],
     root: Root | None,
     root_bytes: int | None,
+    root_device: RootDevice | None,
     timeout: Timeout,
 ) -> Call[VmInfo]:
     boot_s = timeout.boot_s if boot_timeout_s is None else boot_timeout_s
@@ -222,6 +224,7 @@ def run(
         disks=[disk._json() for disk in disks] or None,
         root=None if root is None else root.value,
         root_bytes=root_bytes,
+        root_device=None if root_device is None else root_device.value,
     )
     return Call(
         f"run `{image}`",

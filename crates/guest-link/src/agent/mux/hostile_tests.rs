@@ -53,6 +53,7 @@ fn said() -> impl Strategy<Value = ToHost> {
             kernel: "\u{0}".repeat(9),
             cpus,
             firstboot: Some(Firstboot::Running),
+            pmem_root: true,
         }),
         any::<u64>().prop_map(|token| ToHost::Pong { token }),
         any::<u32>().prop_map(|pid| ToHost::Started { pid }),

@@ -79,9 +79,15 @@ impl Mux {
             return Err(ProtocolError::OutOfPlace { channel, what: "a message of the whole VM" });
         }
         match message {
-            ToHost::Hello { protocol, agent_version, kernel, cpus, firstboot } => {
-                let hello = Event::Hello { protocol, agent_version, kernel, cpus, firstboot };
-                self.events.push_back(hello);
+            ToHost::Hello { protocol, agent_version, kernel, cpus, firstboot, pmem_root } => {
+                self.events.push_back(Event::Hello {
+                    protocol,
+                    agent_version,
+                    kernel,
+                    cpus,
+                    firstboot,
+                    pmem_root,
+                });
             }
             ToHost::Pong { token } => self.events.push_back(Event::Pong { token }),
             // An answer to a fork that was given up meanwhile means nothing any more.

@@ -39,6 +39,7 @@ pub(crate) enum Event {
         kernel: String,
         cpus: u32,
         firstboot: Option<Firstboot>,
+        pmem_root: bool,
     },
     Pong {
         token: u64,
