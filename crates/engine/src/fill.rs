@@ -62,6 +62,36 @@ pub(crate) fn fill(
     store(image, owner, fetch, brought, buffer)
 }
 
+/// Bring own pages of an image that is read from afar into its cache, for who reads them from
+/// there. Of those who want the same pages at the same time, one asks the source. → how many pages
+/// came.
+///
+/// # Errors
+/// As [`fill`].
+pub(crate) fn bring(image: &HostImage, range: PageRange, is_ahead: bool) -> Result<u64, PageLost> {
+    let (mut buffer, mut came) = (Vec::new(), 0);
+    for run in image.cache().presence().absent(range) {
+        let _bringing = image.incoming.begin(run, OTHERS_WAIT);
+        for run in image.cache().presence().absent(run) {
+            buffer.resize(usize::try_from(run.byte_len()).unwrap_or(0), 0);
+            let brought = match is_ahead {
+                true => image.read_owned_ahead(run, &mut buffer)?,
+                false => image.read_owned(run, &mut buffer)?,
+            };
+            put(image, image, run, brought.origin, &buffer)?;
+            let reason = match is_ahead {
+                true => Reason::Background("disk"),
+                false => Reason::Demand,
+            };
+            let source = vmfork_image::Source::Image(image.id());
+            let fetch = Fetch { range: run, source, reason, first: None, again: false };
+            count(image, image, fetch, brought);
+            came += brought.pages;
+        }
+    }
+    Ok(came)
+}
+
 /// The same for several background fetches of one owner. `done` is called once for each, with its
 /// place.
 pub(crate) fn fill_together(

@@ -64,9 +64,6 @@ pub enum Error {
     /// A paused VM can't be frozen: its agent spoke when it was paused.
     #[error("the guest's agent did not fall silent before the VM was paused")]
     Unquiet { vm: String },
-    /// This version of vmfork keeps disks on their host.
-    #[error("it has disks, which this version of vmfork can't send to other hosts")]
-    HasDisks,
     /// A snapshot of disks alone has nothing to hold.
     #[error("it has no disks")]
     NoDisks,
@@ -183,9 +180,8 @@ pub enum Unlike {
     /// This version of vmfork can't connect them.
     #[error("its VM has {}, and this version of vmfork can connect none", cards(*count))]
     Nics { count: u8 },
-    /// Nor these.
-    #[error("its VM has disks, and this version of vmfork takes none from elsewhere")]
-    Disks,
+    #[error("{bytes} bytes of persistent memory are not what its root needs")]
+    Pmem { bytes: u64 },
     /// No QEMU of this version has such a machine.
     #[error("its machine")]
     Shape(#[source] ShapeError),
@@ -263,10 +259,6 @@ impl Error {
             Self::Unquiet { vm } => {
                 (ErrorCode::Guest, Some(format!("`vmfork resume {vm}`, then pause it again")))
             }
-            Self::HasDisks => (
-                ErrorCode::Conflict,
-                Some("fork it on its own host: `vmfork fork --place here`".to_owned()),
-            ),
             Self::Unforkable { volume, .. } => (
                 ErrorCode::Conflict,
                 Some(format!(
@@ -331,10 +323,10 @@ impl Unlike {
             Self::RootStored { image } => Some(format!(
                 "`vmfork image pull {image} LOCATION --wait` brings all of it, as a file"
             )),
-            Self::Nics { .. } | Self::Disks => Some(
+            Self::Nics { .. } => Some(
                 "install a newer version of vmfork; `vmfork version` shows this one's".to_owned(),
             ),
-            Self::Shape(_) => None,
+            Self::Shape(_) | Self::Pmem { .. } => None,
         }
     }
 }

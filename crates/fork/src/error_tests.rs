@@ -161,12 +161,6 @@ fn a_host_that_is_unlike_what_a_vm_needs_is_a_conflict_that_names_both() {
         ),
         (Error::Drives(io::Error::other("no fds")), ErrorCode::Host, "no fds", None),
         (
-            Error::HasDisks,
-            ErrorCode::Conflict,
-            "it has disks, which this version of vmfork can't send to other hosts",
-            Some("fork it on its own host: `vmfork fork --place here`"),
-        ),
-        (
             Error::Stalled,
             ErrorCode::Conflict,
             "it is stalled: a disk can't answer its guest",

@@ -13,9 +13,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::MutexGuard;
 use tokio_util::sync::CancellationToken;
 use vmfork_agent_proto::TicketClone;
-use vmfork_api::{
-    CloneResult, ErrorBody, ForkReply, ForkRequest, ForkStages, Labels, Place, VmState,
-};
+use vmfork_api::{CloneResult, ErrorBody, ForkReply, ForkRequest, ForkStages, Labels, VmState};
 use vmfork_host::admission::{ForkGrant, Loan};
 use vmfork_host::core::{Reservation, start_machines};
 use vmfork_host::disks::MachineDisks;
@@ -182,19 +180,6 @@ pub(crate) fn check_volumes(machine: &Machine) -> Result<(), Error> {
     }
 }
 
-/// Whether all clones stay on this host, because disks do.
-///
-/// # Errors
-/// They are to go to other hosts.
-fn stays(parent: &Vm, placement: &Placement) -> Result<bool, Error> {
-    let is_asked_away =
-        placement.hosts.is_some() || placement.place.is_some_and(|place| place != Place::Here);
-    match parent.identity.spec().disks().next() {
-        Some(_) if is_asked_away => Err(Error::HasDisks),
-        disk => Ok(disk.is_some()),
-    }
-}
-
 /// A fork under way.
 #[derive(Debug)]
 struct Fork {
@@ -326,10 +311,7 @@ impl Fork {
             by_ticket: order.origin.is_some(),
             wanted: self.wanted(),
         };
-        let away = match stays(parent, &order.placement)? {
-            true => None,
-            false => remote.plan(ask).await.map_err(Error::Remote)?,
-        };
+        let away = remote.plan(ask).await.map_err(Error::Remote)?;
         // A ticket's, or the fork's own; a clone of a clone that stays is where that has its place.
         let held = order.placement.hold.as_ref().or(away.as_deref().and_then(Away::hold));
         let job = held.map(|hold| hold.job.clone()).or_else(|| parent.identity.job.clone());

@@ -308,11 +308,10 @@ impl Desk {
     }
 }
 
-/// Places for a ticket's clones: what there is here, or on other hosts, too. Disks stay here.
+/// Places for a ticket's clones: what there is here, or on other hosts, too.
 pub async fn allot(forker: &Forker, vm: &Vm, vms: u32, message: &str) -> Allotted {
     let Forker { core, remote, .. } = forker;
-    let has_disks = vm.identity.spec().disks().next().is_some();
-    if !has_disks && let Some(allotted) = remote.reserve(core, vm, vms, message).await {
+    if let Some(allotted) = remote.reserve(core, vm, vms, message).await {
         return allotted;
     }
     match core.admit(vm.identity.ask(message, vms, true), false).await {

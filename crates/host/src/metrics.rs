@@ -150,6 +150,8 @@ pub enum Sourced {
     Holder,
     /// Pages that were sent to all who need them.
     Group,
+    /// Pages of disks.
+    Disk,
     /// Pages that could not be compared with those of their origin.
     Unverified,
     /// Answers that another host has them.
@@ -327,6 +329,7 @@ pub struct Metrics {
     transfer_pages: Family<TrafficLabel, Counter>,
     transfer_bytes: Family<TrafficLabel, Counter>,
     came: Family<FromLabel, Counter>,
+    disk_pages: Counter,
     unverified: Counter,
     sourced: Family<EventLabel, Counter>,
     group_pages: Family<GroupPagesLabel, Counter>,
@@ -410,10 +413,8 @@ impl Metrics {
                 Bytes
             ),
             came: metric!("transfer_came_pages", "Pages of other hosts, by who gave them"),
-            unverified: metric!(
-                "transfer_unverified_pages",
-                "Pages of other hosts that could not be compared with their origin's"
-            ),
+            disk_pages: metric!("transfer_disk_pages", "Pages of other hosts' disks"),
+            unverified: metric!("transfer_unverified_pages", "Pages that nothing vouched for"),
             sourced: metric!(
                 "transfer_events",
                 "What happened to reads of other hosts' pages besides that they came"
@@ -525,6 +526,7 @@ impl Metrics {
             Sourced::Origin | Sourced::Holder | Sourced::Group => {
                 self.came.get_or_create(&FromLabel { from: what }).inc_by(count)
             }
+            Sourced::Disk => self.disk_pages.inc_by(count),
             Sourced::Unverified => self.unverified.inc_by(count),
             Sourced::Redirected | Sourced::Resourced | Sourced::Forged | Sourced::Failed => {
                 self.sourced.get_or_create(&EventLabel { event: what }).inc_by(count)

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use vmfork_engine::{Engine, HostImage};
 use vmfork_image::{ImageId, ImageName, PAGE_BYTES, PageIdx, PageRange};
 
+use crate::disks::{self, Needs};
 use vmfork_host::admission::{Admission, Lease};
 use vmfork_host::error::Refusal;
 use vmfork_host::vm::CameOf;
@@ -23,6 +24,8 @@ pub(crate) struct Arrival {
     engines: Mutex<Vec<Weak<Engine>>>,
     /// What was to come when it arrived.
     needs: Vec<Need>,
+    /// Of its disks.
+    disk_needs: Needs,
     /// All of it has come: its VMs depend on no other host any more.
     is_complete: AtomicBool,
     /// Bytes per second at which all of it comes; 0: on demand.
@@ -56,9 +59,13 @@ impl CameOf for Arrival {
 
 impl Arrival {
     /// All of it is to come at this rate.
-    pub(super) fn hydrate(&self, bytes_per_s: NonZeroU64) {
-        self.hydration.store(bytes_per_s.get(), Ordering::Relaxed);
+    pub(super) fn hydrate(self: &Arc<Self>, bytes_per_s: NonZeroU64) {
+        let before = self.hydration.swap(bytes_per_s.get(), Ordering::Relaxed);
         self.engines().iter().for_each(|engine| engine.hydrate(bytes_per_s));
+        if before == 0 && !self.disk_needs.are_here() {
+            let arrival = Arc::downgrade(self);
+            disks::hydrate(bytes_per_s, move || Some(arrival.upgrade()?.disk_needs.missing()));
+        }
     }
 
     fn engines(&self) -> Vec<Arc<Engine>> {
@@ -79,7 +86,7 @@ impl Arrival {
         // Nor by one whose table is not complete yet.
         let each = engines.iter().map(|engine| missing_bytes(engine.image()));
         let lack = each.sum::<Option<u64>>().filter(|_| !engines.is_empty());
-        if lacks == Some(0) || lack == Some(0) {
+        if (lacks == Some(0) || lack == Some(0)) && self.disk_needs.are_here() {
             self.is_complete.store(true, Ordering::Relaxed);
             return;
         }
@@ -120,7 +127,8 @@ impl Arrivals {
         all
     }
 
-    /// That of a snapshot, which `engine` serves here. It takes the place of what was `set_aside`
+    /// That of a snapshot, which `engine` serves here, and of whose disks `disk_needs` is needed. It
+    /// takes the place of what was `set_aside`
     /// for what is to come.
     ///
     /// # Errors
@@ -131,6 +139,7 @@ impl Arrivals {
         engine: &Arc<Engine>,
         admission: &Admission,
         set_aside: &[Arc<Lease>],
+        disk_needs: Needs,
     ) -> Result<Arc<Arrival>, Refusal> {
         let mut all = self.all();
         let known = all.iter().filter(|(known, _)| *known == name);
@@ -178,6 +187,7 @@ impl Arrivals {
             image: Arc::downgrade(engine.image()),
             engines: Mutex::new(vec![Arc::downgrade(engine)]),
             needs: needs.collect(),
+            disk_needs,
             is_complete: AtomicBool::new(false),
             hydration: AtomicU64::new(0),
             lacked: AtomicU64::new(0),

@@ -7,6 +7,7 @@
 //! ```
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Instant;
 
@@ -16,8 +17,11 @@ use vmfork_image::{BLOCK_PAGES, ImageId, ImageName, PageRange, PageSource, PageT
 use vmfork_transfer::Wanted;
 
 use super::arrivals::Arrival;
+use super::disks::{DiskEntry, Disks, LentDisk};
 use super::error::{ArrivalError, LendError};
 use super::loans::Loans;
+use vmfork_disk::OwnPages;
+use vmfork_host::disks::DiskContent;
 use vmfork_host::vm::WorkingSet;
 
 /// An image as another host learns of it.
@@ -39,6 +43,8 @@ pub(crate) struct Images {
     /// Told from those of other lives by the upper half of its number.
     epoch: u32,
     inner: Mutex<Inner>,
+    /// Pages of others' disks that are here.
+    disks: Disks,
 }
 
 #[derive(Debug, Default)]
@@ -61,6 +67,7 @@ struct Arrived {
 struct Lent {
     engine: Arc<Engine>,
     of: Lender,
+    disks: Vec<LentDisk>,
 }
 
 /// The VM whose snapshot is lent.
@@ -87,6 +94,8 @@ pub(crate) enum NotRead {
     /// They are another host's, and not all of them have come here.
     Absent,
     Lost(PageLost),
+    /// Of a disk.
+    Disk(io::Error),
 }
 
 /// A loan is being sent while this lives.
@@ -116,11 +125,16 @@ impl Inner {
 
 impl Images {
     pub(crate) fn new(host: u64, epoch: u32) -> Self {
-        Self { host, epoch, inner: Mutex::default() }
+        Self { host, epoch, inner: Mutex::default(), disks: Disks::default() }
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Pages of others' disks that are here.
+    pub(crate) fn disks(&self) -> &Disks {
+        &self.disks
     }
 
     /// What an image that is open here is called across hosts.
@@ -148,18 +162,22 @@ impl Images {
         family.into_iter().find(|image| self.name_in(inner, image.id()) == name)
     }
 
-    /// Lend the image of an engine, and all that it names, for as long as some host has VMs of it.
-    /// → what another host must know to open it, the image last; and what is held while that is
-    /// sent.
+    /// Lend the image of an engine and all that it names, and disks, for as long as some host has
+    /// VMs of it. → what another host must know to open it, the image last; and what is held while
+    /// that is sent.
     ///
     /// # Errors
-    /// Its table is not complete.
+    /// Its table is not complete, or that of a disk.
     pub(crate) fn lend(
         self: &Arc<Self>,
         now: Instant,
         engine: &Arc<Engine>,
+        contents: &[DiskContent],
         of: Lender,
-    ) -> Result<(Vec<Entry>, Sending), LendError> {
+    ) -> Result<(Vec<Entry>, Vec<DiskEntry>, Sending), LendError> {
+        let disks = contents.iter().map(|disk| LentDisk::new(self.host, &self.disks, disk));
+        let (disks, disk_entries): (Vec<_>, Vec<_>) =
+            disks.collect::<Result<Vec<_>, LendError>>()?.into_iter().unzip();
         let mut family = engine.image().with_ancestors();
         // Who descends from an image was opened after it.
         family.sort_by_key(|image| image.id());
@@ -176,10 +194,11 @@ impl Images {
         let entries = family.iter().map(|image| entry(image, &names, &partial));
         let entries = entries.collect::<Result<Vec<_>, LendError>>()?;
         let name = names.get(&engine.image().id()).copied().ok_or(LendError::NotSealed)?;
-        let lent = Lent { engine: Arc::clone(engine), of };
-        let replaced = self.inner().loans.lend(now, name, names.into_values().collect(), lent);
+        let all = names.into_values().chain(disks.iter().flat_map(LentDisk::names)).collect();
+        let lent = Lent { engine: Arc::clone(engine), of, disks };
+        let replaced = self.inner().loans.lend(now, name, all, lent);
         drop(replaced); // not under the lock: may be an engine's last holder
-        Ok((entries, Sending { images: Arc::clone(self), name }))
+        Ok((entries, disk_entries, Sending { images: Arc::clone(self), name }))
     }
 
     /// Open the last of `entries`, each of which may name those before it and those that are open
@@ -231,7 +250,18 @@ impl Images {
     pub(crate) fn held(&self) -> BTreeSet<ImageName> {
         let mut inner = self.inner();
         inner.tidy();
-        inner.arrived.keys().copied().collect()
+        inner.arrived.keys().copied().chain(self.disks.held()).collect()
+    }
+
+    /// What `look` finds in a disk that is lent. Disks of one loan after the other are asked.
+    fn of_lent<T>(&self, name: ImageName, look: impl Fn(&LentDisk) -> Option<T>) -> Option<T> {
+        let inner = self.inner();
+        inner.loans.all_of(name).flat_map(|lent| &lent.disks).find_map(look)
+    }
+
+    /// The own pages of a disk that is lent, or of what it lies on.
+    pub(crate) fn lent_owner(&self, name: ImageName) -> Option<Arc<dyn OwnPages>> {
+        self.of_lent(name, |disk| disk.owner(name))
     }
 
     /// An image of another host that is open here.
@@ -257,8 +287,15 @@ impl Images {
         if demand {
             inner.loans.all_of(name).for_each(|lent| lent.of.working_set.record(range));
         }
-        let pages = self.find(&inner, name)?.pages();
-        Some(Wanted { pages, is_own: self.is_own(name) })
+        if let Some(image) = self.find(&inner, name) {
+            return Some(Wanted { pages: image.pages(), is_own: self.is_own(name) });
+        }
+        drop(inner);
+        // Layers of disks outlive a daemon.
+        let is_own = name.host == self.host;
+        let pages = self.of_lent(name, |disk| disk.pages(name));
+        let pages = pages.or_else(|| self.disks.find(name).map(|arrived| arrived.pages()))?;
+        Some(Wanted { pages, is_own })
     }
 
     /// A clone of a snapshot that is lent has touched these pages and no others.
@@ -285,16 +322,42 @@ impl Images {
         range: PageRange,
         bytes: &mut [u8],
     ) -> Result<(), NotRead> {
-        let image = self.find(&self.inner(), name).ok_or(NotRead::Unknown)?;
+        let Some(image) = self.find(&self.inner(), name) else {
+            return self.read_disk(name, range, bytes);
+        };
         if !self.is_own(name) && image.cache().presence().run(range) != (range, true) {
             return Err(NotRead::Absent);
         }
         image.lend(range, bytes).map_err(NotRead::Lost)
     }
 
+    fn read_disk(
+        &self,
+        name: ImageName,
+        range: PageRange,
+        bytes: &mut [u8],
+    ) -> Result<(), NotRead> {
+        let lent = |disk: &LentDisk| disk.own(name, range);
+        let may_wait = name.host == self.host;
+        if let Some(own) = self.of_lent(name, lent).filter(|own| may_wait || own.is_here(range)) {
+            return own.read(range, bytes).map_err(NotRead::Disk);
+        }
+        match self.disks.find(name) {
+            Some(arrived) if arrived.is_here(range) => {
+                arrived.read(range, bytes).map_err(NotRead::Disk)
+            }
+            Some(_) => Err(NotRead::Absent),
+            None => Err(NotRead::Unknown),
+        }
+    }
+
     /// Whether all pages of `range` can be read here without being fetched.
     pub(crate) fn has(&self, name: ImageName, range: PageRange) -> bool {
-        let Some(image) = self.find(&self.inner(), name) else { return false };
+        let Some(image) = self.find(&self.inner(), name) else {
+            let lent = self.of_lent(name, |disk| disk.own(name, range));
+            return lent.is_some_and(|own| own.is_here(range))
+                || self.disks.find(name).is_some_and(|arrived| arrived.is_here(range));
+        };
         if !self.is_own(name) {
             return image.cache().presence().run(range) == (range, true);
         }
@@ -311,8 +374,15 @@ impl Images {
         range: PageRange,
         each: &mut dyn FnMut(PageRange),
     ) -> Option<()> {
-        let image = self.find(&self.inner(), name).filter(|_| self.is_own(name))?;
-        image.own_here(range, each);
+        if let Some(image) = self.find(&self.inner(), name) {
+            return self.is_own(name).then(|| image.own_here(range, each));
+        }
+        if name.host != self.host {
+            return None;
+        }
+        let runs =
+            self.of_lent(name, |disk| disk.pages(name).map(|_| disk.own_runs(name, range)))?;
+        runs.into_iter().for_each(each);
         Some(())
     }
 
@@ -325,7 +395,10 @@ impl Images {
         range: PageRange,
         each: &mut dyn FnMut(PageRange),
     ) -> Option<()> {
-        let image = self.find(&self.inner(), name)?;
+        let Some(image) = self.find(&self.inner(), name) else {
+            self.disks.find(name)?.present(range, each);
+            return Some(());
+        };
         image.cached(range, each);
         if let Some(table) = image.table() {
             let own = Source::Image(image.id());

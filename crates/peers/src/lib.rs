@@ -27,6 +27,7 @@
 //! | `reserve`, `tickets` | places for a ticket's clones; messages of clones and parent |
 //! | `transfer_estimate`, `guest_images` | what a host lacks for clones: memory, a disk |
 //! | `images`, `loans`, `arrivals` | names of images; how long lent and borrowed ones stay |
+//! | `disks` | disks of clones on other hosts: page tables, and pages as they are read |
 //! | `sources`, `multicast` | where missing pages come from: one host, or sent to all |
 //! | `touch_feedback` | what clones touch, reported to the parent's host |
 //! | `quotas`, `jobs` | what a user has on all hosts; nodes that an engine holds |
@@ -47,6 +48,7 @@ mod cluster;
 mod connection_cache;
 mod connection_slots;
 mod context;
+mod disks;
 mod error;
 mod family;
 mod guest_images;

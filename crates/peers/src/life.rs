@@ -178,7 +178,8 @@ impl Life {
     /// What became of the pages that this host asked others for.
     pub(super) fn sourced(&self) -> Vec<(Sourced, u64)> {
         let came = self.member.sourced();
-        [
+        let of_disks = (Sourced::Disk, self.member.images.disks().came_pages());
+        let others = [
             (Sourced::Origin, &came.origin_pages),
             (Sourced::Holder, &came.holder_pages),
             (Sourced::Group, &came.group_pages),
@@ -188,8 +189,8 @@ impl Life {
             (Sourced::Forged, &came.forged),
             (Sourced::Failed, &came.failures),
         ]
-        .map(|(what, counter)| (what, counter.get()))
-        .into()
+        .map(|(what, counter)| (what, counter.get()));
+        others.into_iter().chain([of_disks]).collect()
     }
 
     /// What became of what was sent, and heard, by multicast.

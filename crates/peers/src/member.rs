@@ -33,6 +33,7 @@ use super::tickets::{Inbox, Leases, Lines};
 use super::transfer_estimate::Estimates;
 use crate::PageTransfer;
 use crate::error::ClusterError;
+use vmfork_host::error::chain;
 
 /// Where heartbeats are sent.
 pub(super) const HEARTBEAT: &str = "/cluster/v1/heartbeat";
@@ -328,6 +329,7 @@ impl Pages for Served {
             }
             NotRead::Absent => Refusal::new(RefusalKind::NotHere, "they have not come here (yet)"),
             NotRead::Lost(lost) => Refusal::new(RefusalKind::PageLost, lost.to_string()),
+            NotRead::Disk(error) => Refusal::new(RefusalKind::PageLost, chain(&error)),
         })
     }
 

@@ -209,6 +209,9 @@ impl HeardPages for Shelf {
         if !self.has_room.load(Ordering::Relaxed) {
             return 0;
         }
+        if let Some(pages) = self.images.disks().find(self.name) {
+            return pages.take(range, bytes);
+        }
         let Some((image, engines)) = self.needed() else { return 0 };
         let mut came = 0;
         for engine in engines {
@@ -221,6 +224,9 @@ impl HeardPages for Shelf {
     }
 
     fn lacks(&self) -> bool {
+        if let Some(pages) = self.images.disks().find(self.name) {
+            return pages.lacks();
+        }
         match self.needed() {
             Some((_, engines)) if !engines.is_empty() => {
                 engines.iter().any(|engine| engine.image().missing_pages() > 0)

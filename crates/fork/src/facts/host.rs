@@ -69,6 +69,7 @@ pub fn shape_and_drives(core: &Core, facts: &Facts) -> Result<(Shape, Drives), E
     let files = facts.spec().drives.iter().map(|drive| {
         let DriveSpec::Root { .. } = drive else { return Ok(None) };
         let files = same_image_files(core, facts)?;
+        facts.check_pmem(files.metadata.root_bytes())?;
         Ok(files.root.map(|root| DriveContent::ReadOnly(root.into())))
     });
     let files: Vec<_> = files.filter_map(Result::transpose).collect::<Result<_, Error>>()?;

@@ -16,7 +16,7 @@ use vmfork_guest_link::agent::{AgentInfo, Inheritance};
 use vmfork_host::lifetime::Lifetime;
 use vmfork_host::quotas::User;
 use vmfork_host::vm::machine::Machine;
-use vmfork_host::vm::{DriveSpec, Identity, Inherited, MachineSpec};
+use vmfork_host::vm::{DriveSpec, Identity, Inherited, MachineSpec, pmem_bytes};
 
 /// In the descriptor of a stored snapshot, as `vm`; in that of a fork, as `facts`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -108,7 +108,7 @@ impl Facts {
         let guest = if self.is_linux { GuestKind::Linux } else { GuestKind::Bare };
         let drives = spec.drives.iter().map(DriveSpec::slot).collect();
         let shape = Shape::new(spec.memory_bytes, spec.cpus, self.accel(), guest, drives)?;
-        let shape = shape.with_nics(spec.nics)?;
+        let shape = shape.with_nics(spec.nics)?.with_pmem(spec.pmem_bytes())?;
         Ok(if self.vmgenid { shape } else { shape.without_vmgenid() })
     }
 
@@ -139,14 +139,14 @@ impl Facts {
         choice.map(drop).map_err(|NoKvm { reason }| Unlike::NoKvm { reason })
     }
 
-    /// Whether its guest has no disks: other hosts do not send them.
+    /// Whether its persistent memory is that of a root of so many bytes.
     ///
     /// # Errors
-    /// It has.
-    pub fn check_no_disks(&self) -> Result<(), Unlike> {
-        match self.spec().disks().next() {
-            Some(_) => Err(Unlike::Disks),
-            None => Ok(()),
+    /// It has another size: then there is more of it than the root shows, or less.
+    pub fn check_pmem(&self, root_bytes: Option<u64>) -> Result<(), Unlike> {
+        match self.spec().pmem_bytes() {
+            Some(bytes) if root_bytes.map(pmem_bytes) != Some(bytes) => Err(Unlike::Pmem { bytes }),
+            _ => Ok(()),
         }
     }
 
@@ -243,7 +243,7 @@ mod tests {
     fn facts() -> Facts {
         let mut facts = Facts::of_a_test(512 << 20);
         let blake3 = "0123456789abcdef0123".to_owned();
-        facts.inherited.spec.drives = vec![DriveSpec::Root { blake3 }];
+        facts.inherited.spec.drives = vec![DriveSpec::Root { blake3, pmem_bytes: None }];
         facts
     }
 
@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn one_with_disks_is_refused_on_other_hosts() {
+    fn disks_and_persistent_memory_are_checked() {
         let mut taken = facts();
         let name = "data".to_owned();
         let durability = Durability::Host;
@@ -322,9 +322,13 @@ mod tests {
         assert_eq!(stored["drives"][1]["role"], "disk");
         assert_eq!(serde_json::from_value::<Facts>(stored).expect("the same"), taken);
         taken.check_devices().expect("drives are not devices beside them");
-        facts().check_no_disks().expect("none");
-        let refused = crate::Error::from(taken.check_no_disks().expect_err("refused"));
-        assert!(refused.to_body("start it").remedy.is_some(), "{refused}");
+        facts().check_pmem(Some(1 << 20)).expect("it has none");
+        let (blake3, pmem_bytes) = ("ab".to_owned(), Some(6 << 20));
+        taken.inherited.spec.drives[0] = DriveSpec::Root { blake3, pmem_bytes };
+        taken.check_pmem(Some(4 << 20)).expect("it fits");
+        for root_bytes in [Some((4 << 20) + 1), Some(2 << 20), None] {
+            taken.check_pmem(root_bytes).expect_err("another root");
+        }
     }
 
     #[test]

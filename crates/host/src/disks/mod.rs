@@ -37,6 +37,7 @@ use vmfork_api::{
     DiskFormat, DiskSource, Durability, ErrorCode, NewDisk, OnFork, Volume, VolumeRequest,
 };
 use vmfork_disk::{Base, Disk, DiskImage, DiskSet, DiskStore, ImageError, RawError, StoreOptions};
+use vmfork_engine::SparseFile;
 
 pub use self::blank::BlankError;
 pub use self::health::DiskHealth;
@@ -286,6 +287,8 @@ pub struct HostDisks {
     accounts: accounts::Accounts,
     blanks: blank::Blanks,
     converter: qcow2::Converter,
+    /// For what comes of other hosts' disks.
+    arrived: scratch::Scratch,
     bases: base::Bases,
     stored: stored::Known,
     /// Each QEMU's sockets are in a folder of its own here.
@@ -312,10 +315,48 @@ impl HostDisks {
         }
         let blanks = blank::Blanks::open(folder.join("blank")).map_err(DiskError::Scratch)?;
         let converter = qcow2::Converter::open(folder.join("qcow2")).map_err(DiskError::Scratch)?;
+        let arrived = folder.join("arrived");
+        let arrived = scratch::Scratch::open(arrived).map_err(DiskError::Scratch)?;
         let next = AtomicU64::new(first_free(&sockets).map_err(DiskError::Serve)?);
         let bases = base::Bases::new(Arc::clone(&store));
         let (live, stored) = (left::Live::default(), stored::Known::default());
-        Ok(Self { store, live, volumes, accounts, blanks, converter, bases, stored, sockets, next })
+        Ok(Self {
+            store,
+            live,
+            volumes,
+            accounts,
+            blanks,
+            converter,
+            arrived,
+            bases,
+            stored,
+            sockets,
+            next,
+        })
+    }
+
+    /// An empty file without a name, for pages of another host's disk. It takes space for what has
+    /// come, which counts on no quota.
+    ///
+    /// # Errors
+    /// It can't be made.
+    pub fn cache_file(&self, pages: u64) -> io::Result<SparseFile> {
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let path = self.arrived.folder().join(number.to_string());
+        let file = SparseFile::create(&path, pages)?;
+        std::fs::remove_file(&path)?;
+        Ok(file)
+    }
+
+    /// Whether the host has its floor of free space beside that much.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::StorageFull`] if it has not.
+    pub fn check_free(&self, bytes: u64) -> io::Result<()> {
+        match self.arrived.free_bytes()? >= bytes {
+            true => Ok(()),
+            false => Err(io::ErrorKind::StorageFull.into()),
+        }
     }
 
     /// With bounds for what all disks hold, and for those of each user.

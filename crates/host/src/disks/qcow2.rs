@@ -13,9 +13,9 @@ use vmfork_disk::DiskImage;
 use vmfork_guest_image::qcow2::{Bounds, Qcow2Error, convert};
 use vmfork_guest_image::{Cancel, Remedy as _};
 
+use super::DiskError;
 use super::base::Bases;
 use super::scratch::Scratch;
-use super::{DiskError, FLOOR_BYTES};
 
 /// How many are converted at a time: each takes a processor and the medium.
 const TURNS: usize = 2;
@@ -57,7 +57,7 @@ impl Converter {
         let bounds = Bounds {
             min_bytes: DISK_BYTES_MIN,
             max_bytes: DISK_BYTES_MAX,
-            free_bytes: self.free_bytes().map_err(DiskError::Scratch)?,
+            free_bytes: self.scratch.free_bytes().map_err(DiskError::Scratch)?,
         };
         let cancel = Cancel::default();
         let _on_drop = OnDrop(cancel.clone());
@@ -76,7 +76,7 @@ impl Converter {
                 break converted.map_err(|_panicked| DiskError::GivenUp)?;
             }
             // Others write meanwhile.
-            if self.free_bytes().map_err(DiskError::Scratch)? == 0 {
+            if self.scratch.free_bytes().map_err(DiskError::Scratch)? == 0 {
                 cancel.cancel();
                 let bytes = file.as_file().metadata().map_or(0, |found| found.blocks() * 512);
                 return Err(Qcow2Error::Full { path: shown, bytes, free: 0 }.into());
@@ -84,12 +84,6 @@ impl Converter {
         };
         converted.map_err(DiskError::from)?;
         bases.keep(file.path().to_owned()).await
-    }
-
-    /// What may be written beside the space that disks leave to the host.
-    fn free_bytes(&self) -> io::Result<u64> {
-        let found = rustix::fs::statvfs(self.scratch.folder())?;
-        Ok(found.f_bavail.saturating_mul(found.f_frsize).saturating_sub(FLOOR_BYTES))
     }
 }
 

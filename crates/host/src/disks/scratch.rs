@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 
 use tempfile::NamedTempFile;
 
+use super::FLOOR_BYTES;
+
 #[derive(Debug)]
 pub(super) struct Scratch {
     folder: PathBuf,
@@ -27,6 +29,12 @@ impl Scratch {
 
     pub(super) fn folder(&self) -> &Path {
         &self.folder
+    }
+
+    /// What may be written beside the space that disks leave to the host.
+    pub(super) fn free_bytes(&self) -> io::Result<u64> {
+        let found = rustix::fs::statvfs(&self.folder)?;
+        Ok(found.f_bavail.saturating_mul(found.f_frsize).saturating_sub(FLOOR_BYTES))
     }
 
     /// An empty file. Its name goes when it is dropped.

@@ -9,7 +9,7 @@ use std::sync::{Arc, OnceLock};
 
 use vmfork_api::ErrorCode;
 use vmfork_disk::layer::LayerError;
-use vmfork_disk::{BaseKind, DiskImage, StoreError};
+use vmfork_disk::{BaseKind, DiskImage, DiskSet, StoreError};
 use vmfork_image::ImageId;
 
 use super::{DiskContent, DiskError, DiskSpec, HostDisks};
@@ -122,6 +122,11 @@ impl DiskContent {
     /// How large it is as it is stored: a shared volume may have grown above its image.
     pub fn stored_bytes(&self) -> u64 {
         self.lease.as_ref().map_or(self.image.size_bytes(), |lease| lease.disk().size_bytes())
+    }
+
+    /// Of a VM on another host. What is written to it counts on no quota yet.
+    pub fn from_elsewhere(spec: DiskSpec, image: DiskImage) -> Self {
+        Self { spec, image, set: DiskSet::new(None), on_clients_file: false, lease: None }
     }
 
     /// As it is stored: the content of a shared volume is in its own layer, too.

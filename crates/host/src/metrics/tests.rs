@@ -16,6 +16,7 @@ fn each_thing_said_is_in_the_text() {
     );
     metrics.add_sourced(Sourced::Holder, 16);
     metrics.add_sourced(Sourced::Unverified, 3);
+    metrics.add_sourced(Sourced::Disk, 5);
     metrics.add_sourced(Sourced::Forged, 1);
     metrics.add_multicast(Multicast::Pages(Side::Served, GroupPages::Lockstep), 7);
     metrics.add_multicast(Multicast::Event(Side::Asked, GroupEvent::InVain), 2);
@@ -42,6 +43,7 @@ fn each_thing_said_is_in_the_text() {
         r#"vmfork_transfer_bytes_total{side="served",role="ahead"} 70"#,
         r#"vmfork_transfer_came_pages_total{from="holder"} 16"#,
         "vmfork_transfer_unverified_pages_total 3",
+        "vmfork_transfer_disk_pages_total 5",
         r#"vmfork_transfer_events_total{event="forged"} 1"#,
         r#"vmfork_multicast_pages_total{side="served",what="lockstep"} 7"#,
         r#"vmfork_multicast_events_total{side="asked",what="in_vain"} 2"#,

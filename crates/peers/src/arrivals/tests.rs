@@ -108,7 +108,7 @@ fn all_come(engine: &Engine) {
 }
 
 fn of(arrivals: &Arrivals, engine: &Arc<Engine>) -> Arc<Arrival> {
-    arrivals.of(NAME, engine, &admission(), &[]).expect("room")
+    arrivals.of(NAME, engine, &admission(), &[], Needs::default()).expect("room")
 }
 
 fn is_told(arrivals: &Arrivals) -> bool {
@@ -202,7 +202,7 @@ fn what_several_arrivals_wait_for_is_promised_once() {
     };
     let of = |image, engine: &Arc<Engine>| {
         let name = ImageName { host: 2, image };
-        arrivals.of(name, engine, &admission, &[]).expect("room")
+        arrivals.of(name, engine, &admission, &[], Needs::default()).expect("room")
     };
     let first = came(&Arc::default());
     // Its VM wrote to the second block only, twice.
@@ -235,7 +235,7 @@ fn a_page_that_comes_into_two_caches_is_promised_for_both() {
     };
     let of = |image, engine: &Arc<Engine>| {
         let name = ImageName { host: 2, image };
-        arrivals.of(name, engine, &admission, &[]).expect("room")
+        arrivals.of(name, engine, &admission, &[], Needs::default()).expect("room")
     };
     // Pages 10 to 110, in the same block as what was written later.
     let first = came(&Arc::default());

@@ -1,6 +1,10 @@
 //! What one host sends another, and can't be read there.
 
+use std::io;
+
+use vmfork_disk::ImageError;
 use vmfork_engine::OpenError;
+use vmfork_host::disks::{DiskError, LayerError};
 use vmfork_image::bytes::Flaw;
 use vmfork_image::{ImageName, TableError};
 
@@ -34,6 +38,12 @@ pub(crate) enum ArrivalError {
     Open { name: ImageName, source: OpenError },
     #[error("it names no image")]
     Empty,
+    #[error("the VM has {specs} disks, {entries} came")]
+    Disks { specs: usize, entries: usize },
+    #[error("disk {name}")]
+    Disk { name: ImageName, source: ImageError },
+    #[error("a file for pages of its disks")]
+    DiskCache(#[source] io::Error),
 }
 
 /// An image can't be lent.
@@ -43,4 +53,8 @@ pub(crate) enum LendError {
     NotSealed,
     #[error("its page table")]
     Table(#[from] TableError),
+    #[error("what its disk lies on")]
+    Disk(#[source] DiskError),
+    #[error("freeze a volume that VMs share")]
+    Layer(#[source] LayerError),
 }

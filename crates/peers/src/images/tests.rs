@@ -91,7 +91,7 @@ fn two_generations() -> (Arc<Images>, Arc<Engine>, Arc<Engine>) {
 fn an_image_is_the_same_on_every_host_and_at_home_it_is_itself() {
     let (a, _first, second) = two_generations();
     let expected = content(second.image());
-    let (entries, _) = a.lend(Instant::now(), &second, lender()).expect("sealed");
+    let (entries, _, _) = a.lend(Instant::now(), &second, &[], lender()).expect("sealed");
     assert_eq!(entries.len(), 2);
     let b = Arc::new(Images::new(2, 1));
     let there = arrives(&a, &b, &entries);
@@ -99,7 +99,7 @@ fn an_image_is_the_same_on_every_host_and_at_home_it_is_itself() {
     assert_eq!(b.held().len(), 2);
     // From there to a third, which asks the first, and back home.
     let engine = serve(there);
-    let (onward, _) = b.lend(Instant::now(), &engine, lender()).expect("sealed");
+    let (onward, _, _) = b.lend(Instant::now(), &engine, &[], lender()).expect("sealed");
     assert_eq!(onward, entries);
     assert_eq!(content(&arrives(&a, &Images::new(3, 1), &onward)), expected);
     assert!(Arc::ptr_eq(&arrives(&b, &a, &onward), second.image()));
@@ -118,8 +118,8 @@ fn an_image_is_the_same_on_every_host_and_at_home_it_is_itself() {
 fn generations_share_where_they_arrive() {
     let (a, first, second) = two_generations();
     let b = Images::new(2, 1);
-    let one = arrives(&a, &b, &a.lend(Instant::now(), &first, lender()).expect("sealed").0);
-    let two = arrives(&a, &b, &a.lend(Instant::now(), &second, lender()).expect("sealed").0);
+    let one = arrives(&a, &b, &a.lend(Instant::now(), &first, &[], lender()).expect("sealed").0);
+    let two = arrives(&a, &b, &a.lend(Instant::now(), &second, &[], lender()).expect("sealed").0);
     let family = two.with_ancestors();
     assert!(family.iter().any(|image| Arc::ptr_eq(image, &one)));
     assert_eq!(two.table().expect("sealed").owners().get(one.id()), 678);
@@ -137,7 +137,7 @@ fn a_host_that_has_nothing_gets_each_page_where_it_is_owned_and_where_it_is_at_h
 #[test]
 fn what_is_cut_or_names_strangers_is_refused() {
     let (a, _first, second) = two_generations();
-    let (entries, _) = a.lend(Instant::now(), &second, lender()).expect("sealed");
+    let (entries, _, _) = a.lend(Instant::now(), &second, &[], lender()).expect("sealed");
     let refusal = |entries: &[Entry], pages| {
         let source = |_| Arc::new(Filled(0)) as Arc<dyn PageSource>;
         let error = Images::new(2, 1).open(entries, pages, next, source).expect_err("refused");
@@ -157,7 +157,7 @@ fn what_is_not_lent_or_of_another_life_is_not_read() {
     let mut bytes = vec![0; 4096];
     let page = PageIdx(100).range();
     assert!(matches!(a.read(name, page, &mut bytes), Err(NotRead::Unknown)));
-    let _lent = a.lend(Instant::now(), &second, lender()).expect("sealed");
+    let _lent = a.lend(Instant::now(), &second, &[], lender()).expect("sealed");
     a.read(name, page, &mut bytes).expect("lent");
     assert_eq!(bytes[0], 5);
     let of_before = ImageName { image: name.image ^ (1 << 32), ..name };
@@ -171,8 +171,8 @@ fn what_other_hosts_wait_for_is_the_working_set_of_the_vm_that_lent_it() {
     let (a, first, second) = two_generations();
     let [ours, others] = [lender(), lender()];
     let _lent = [
-        a.lend(Instant::now(), &second, ours.clone()).expect("sealed"),
-        a.lend(Instant::now(), &second, ours.clone()).expect("sealed"),
+        a.lend(Instant::now(), &second, &[], ours.clone()).expect("sealed"),
+        a.lend(Instant::now(), &second, &[], ours.clone()).expect("sealed"),
     ];
     let of_another = serve(Arc::clone(first.image()));
     let of_first = a.asked(a.name(first.image().id()), range(50, 4), true);
@@ -180,7 +180,7 @@ fn what_other_hosts_wait_for_is_the_working_set_of_the_vm_that_lent_it() {
     assert_eq!(of_first, Some(Wanted { pages, is_own: true }), "it was frozen here");
     assert_eq!(a.asked(ImageName { host: 9, image: 1 }, range(50, 4), true), None);
     a.asked(a.name(first.image().id()), range(60, 4), false);
-    let _lent = a.lend(Instant::now(), &of_another, others.clone()).expect("sealed");
+    let _lent = a.lend(Instant::now(), &of_another, &[], others.clone()).expect("sealed");
     a.asked(a.name(second.image().id()), range(100, 4), true);
     assert_eq!(ours.working_set.runs(), [range(50, 4), range(100, 4)]);
     assert_eq!(others.working_set.runs(), []);
@@ -190,7 +190,7 @@ fn what_other_hosts_wait_for_is_the_working_set_of_the_vm_that_lent_it() {
 fn of_what_was_waited_for_stays_what_a_clone_has_touched() {
     let (a, first, second) = two_generations();
     let ours = lender();
-    let _lent = a.lend(Instant::now(), &second, ours.clone()).expect("sealed");
+    let _lent = a.lend(Instant::now(), &second, &[], ours.clone()).expect("sealed");
     let name = a.name(second.image().id());
     a.asked(name, range(48, 16), true);
     a.asked(name, range(96, 16), true);
@@ -206,7 +206,7 @@ fn of_what_was_waited_for_stays_what_a_clone_has_touched() {
 #[test]
 fn a_third_hosts_pages_are_given_on_only_if_they_are_here() {
     let (a, _first, second) = two_generations();
-    let (entries, _) = a.lend(Instant::now(), &second, lender()).expect("sealed");
+    let (entries, _, _) = a.lend(Instant::now(), &second, &[], lender()).expect("sealed");
     let b = Images::new(2, 1);
     let there = arrives(&a, &b, &entries);
     let name = a.name(second.image().id());
@@ -221,7 +221,7 @@ fn a_third_hosts_pages_are_given_on_only_if_they_are_here() {
 #[test]
 fn what_is_held_is_what_has_come_and_what_nobody_will_ask_for() {
     let (a, _first, second) = two_generations();
-    let (entries, _) = a.lend(Instant::now(), &second, lender()).expect("sealed");
+    let (entries, _, _) = a.lend(Instant::now(), &second, &[], lender()).expect("sealed");
     let b = Images::new(2, 1);
     let there = arrives(&a, &b, &entries);
     let name = a.name(second.image().id());
@@ -247,12 +247,12 @@ fn an_image_whose_table_came_in_part_is_opened_anew_for_vms_of_its_own() {
     let a = stored(&[StoredRun::Own(range(0, 10))], None, 3);
     let b = stored(&[StoredRun::Own(range(20, 10))], Some(a.image()), 5);
     let d = stored(&[StoredRun::Own(range(0, 10))], Some(b.image()), 7);
-    let (first, _) = images.lend(Instant::now(), &d, lender()).expect("sealed");
+    let (first, _, _) = images.lend(Instant::now(), &d, &[], lender()).expect("sealed");
     assert_eq!(first.iter().map(|entry| entry.is_partial).collect::<Vec<_>>(), [true, false]);
     let there = Arc::new(Images::new(2, 1));
     let of_d = arrives(&images, &there, &first);
     assert_eq!(content(&of_d), content(d.image()));
-    let (second, _) = images.lend(Instant::now(), &b, lender()).expect("sealed");
+    let (second, _, _) = images.lend(Instant::now(), &b, &[], lender()).expect("sealed");
     let of_b = arrives(&images, &there, &second);
     assert_eq!(content(&of_b), content(b.image()), "with the pages of `a`");
     // And it is that one from now on.

@@ -1,3 +1,4 @@
+use crate::disks::Needs;
 use std::io;
 use std::sync::atomic::AtomicU64;
 
@@ -105,7 +106,7 @@ impl Host {
             vcpus_per_core: 64,
         };
         let admission = Admission::new(policy, Box::new(Made));
-        let arrival = self.arrivals.of(YOUNG, &engine, &admission, &[]);
+        let arrival = self.arrivals.of(YOUNG, &engine, &admission, &[], Needs::default());
         (engine, arrival.expect("room"))
     }
 }

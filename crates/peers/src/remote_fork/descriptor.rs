@@ -1,10 +1,10 @@
 //! What a fork sends to a host that is to run clones of it: everything but the pages.
 //!
 //! ```text
-//!   8 bytes  "VFDESC03"
+//!   8 bytes  "VFDESC04"
 //!   4 bytes  length of the head, little endian
 //!   head     JSON: facts, whose clones they are, which images; lengths of what follows
-//!   then     for each image its table and its homes; the device state
+//!   then     for each image its table and its homes; each disk's table; the device state
 //! ```
 
 use std::sync::Arc;
@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use vmfork_agent_proto::TicketClone;
 use vmfork_image::ImageName;
 
+use crate::disks::DiskEntry;
 use crate::error::DescriptorError;
 use crate::images::Entry;
 use vmfork_fork::facts::Facts;
@@ -20,8 +21,8 @@ use vmfork_host::lifetime::LifetimeTold;
 use vmfork_host::quotas::User;
 use vmfork_host::vm::Job;
 
-/// The number grows with each change of what a host must understand: bounds and labels came last.
-const MAGIC: [u8; 8] = *b"VFDESC03";
+/// The number grows with each change of what a host must understand: disks came last.
+const MAGIC: [u8; 8] = *b"VFDESC04";
 /// Far above what 1024 clones take.
 const HEAD_BYTES_MAX: usize = 16 << 20;
 /// Of all of it: tables of a 256 GiB guest that was written to all over.
@@ -32,6 +33,8 @@ pub(crate) struct Descriptor {
     pub order: Order,
     /// The image of the snapshot last; those that the host knows may be missing.
     pub images: Vec<Entry>,
+    /// In the order of the machine's disks.
+    pub disks: Vec<DiskEntry>,
     /// Device state, as QEMU loads it.
     pub state: Vec<u8>,
 }
@@ -98,7 +101,16 @@ pub(crate) struct CloneOrder {
 struct Head {
     order: Order,
     images: Vec<Lengths>,
+    disks: Vec<DiskLengths>,
     state_bytes: u64,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct DiskLengths {
+    host: u64,
+    image: u64,
+    size_bytes: u64,
+    table_bytes: u64,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -121,14 +133,21 @@ impl Descriptor {
             table_bytes: entry.table.len() as u64,
             homes_bytes: entry.homes.len() as u64,
         });
+        let disks = self.disks.iter().map(|disk| DiskLengths {
+            host: disk.name.host,
+            image: disk.name.image,
+            size_bytes: disk.size_bytes,
+            table_bytes: disk.table.len() as u64,
+        });
         let head = serde_json::to_vec(&Head {
             order: self.order.clone(),
             images: lengths.collect(),
+            disks: disks.collect(),
             state_bytes: self.state.len() as u64,
         })?;
         let head_bytes = u32::try_from(head.len()).map_err(|_| head_too_large(head.len()))?;
         let tables = self.images.iter().flat_map(|entry| [&entry.table, &entry.homes]);
-        let rest = tables.chain([&self.state]);
+        let rest = tables.chain(self.disks.iter().map(|disk| &disk.table)).chain([&self.state]);
         let mut bytes = Vec::new();
         bytes.extend_from_slice(&MAGIC);
         bytes.extend_from_slice(&head_bytes.to_le_bytes());
@@ -159,11 +178,17 @@ impl Descriptor {
                 homes: take(&mut rest, lengths.homes_bytes, "a list of homes")?.to_vec(),
             });
         }
+        let mut disks = Vec::new();
+        for lengths in head.disks {
+            let DiskLengths { host, image, size_bytes, table_bytes } = lengths;
+            let table = take(&mut rest, table_bytes, "a disk's page table")?.to_vec();
+            disks.push(DiskEntry { name: ImageName { host, image }, size_bytes, table });
+        }
         let state = take(&mut rest, head.state_bytes, "the device state")?.to_vec();
         if !rest.is_empty() {
             return Err(DescriptorError::Long { left: rest.len() as u64 });
         }
-        Ok(Self { order: head.order, images, state })
+        Ok(Self { order: head.order, images, disks, state })
     }
 }
 
@@ -221,6 +246,11 @@ mod tests {
                 is_watched: true,
             },
             images: vec![entry(1), entry(2)],
+            disks: vec![DiskEntry {
+                name: ImageName { host: 3, image: u64::MAX },
+                size_bytes: 1 << 41,
+                table: vec![5, 6],
+            }],
             state: b"state".to_vec(),
         }
     }

@@ -13,6 +13,7 @@ use vmfork_qemu::{Drives, Shape};
 
 use super::descriptor::{Descriptor, Order, Parent};
 use crate::arrivals::{Arrival, Arrivals};
+use crate::disks::{self, DiskEntry, Needs};
 use crate::error::{OrderError, RemoteForkError, StartError};
 use crate::images::{Entry, Images};
 use vmfork_fork::facts::{Facts, host};
@@ -22,6 +23,7 @@ use vmfork_fork::{
 };
 use vmfork_host::admission::{ForkAsk, ForkGrant, Lease};
 use vmfork_host::core::{Core, start_machines};
+use vmfork_host::disks::DiskContent;
 use vmfork_host::metrics::Stage;
 use vmfork_host::vm::{Identity, Provenance, WorkingSet};
 
@@ -96,7 +98,7 @@ async fn carry_out(
     (message, given_up): (&str, CancellationToken),
 ) -> Result<Vec<CloneResult>, RemoteForkError> {
     let core = &here.forker.core;
-    let Descriptor { order, images, state } = descriptor;
+    let Descriptor { order, images, disks, state } = descriptor;
     let began = Instant::now();
     let deadline = began + check(&order)?;
     let (shape, drives) = check_host(core, &order.facts).await?;
@@ -104,7 +106,11 @@ async fn carry_out(
         Some(SetAside { grant, coming }) => (Some(grant), coming),
         None => (None, Vec::new()),
     };
-    let (engine, arrival) = tokio::task::block_in_place(|| open(&here, &order, &images, &coming))?;
+    let (mut contents, needs) =
+        tokio::task::block_in_place(|| open_disks(&here, &order.facts, &disks))?;
+    core.disks.count_on(order.parent.user, &mut contents);
+    let (engine, arrival) =
+        tokio::task::block_in_place(|| open(&here, &order, &images, &coming, needs))?;
     drop(coming);
     core.metrics.observe_stage(Stage::Arrive, began.elapsed());
 
@@ -126,7 +132,8 @@ async fn carry_out(
     let mut pending = start_machines(core, &shape, grant.clones.len(), &given_up);
     let machine = host::check_machine(&order.facts, &mut pending, deadline).await;
     machine.map_err(|error| RemoteForkError::Unlike(error.into()))?;
-    let snapshot = snapshot(&order, &state, (engine, drives), grant.snapshot, arrival)?;
+    let content = (engine, drives, contents);
+    let snapshot = snapshot(&order, &state, content, grant.snapshot, arrival)?;
     let lifetime = order.lifetime.heard(here.arrived);
     let identity = Identity { job: order.job, lifetime, ..identity(&order.facts, &order.parent) };
     let brood = Brood {
@@ -171,7 +178,6 @@ async fn check_host(core: &Core, facts: &Facts) -> Result<(Shape, Drives), Remot
     let unlike = RemoteForkError::Unlike;
     facts.check_accel(&KvmFacts::gather()).map_err(|error| unlike(error.into()))?;
     host::check_qemu(core, facts).await.map_err(unlike)?;
-    facts.check_no_disks().map_err(|error| unlike(error.into()))?;
     host::shape_and_drives(core, facts).map_err(unlike)
 }
 
@@ -182,6 +188,7 @@ fn open(
     order: &Order,
     images: &[Entry],
     coming: &[Arc<Lease>],
+    needs: Needs,
 ) -> Result<(Arc<Engine>, Arc<Arrival>), RemoteForkError> {
     let core = &here.forker.core;
     let name = images.last().map_or(ImageName { host: 0, image: 0 }, |entry| entry.name);
@@ -197,7 +204,7 @@ fn open(
         engine.predict();
         Ok::<_, RemoteForkError>(engine)
     })?;
-    let arrival = here.arrivals.of(name, &engine, &core.admission, coming)?;
+    let arrival = here.arrivals.of(name, &engine, &core.admission, coming, needs)?;
     let (ahead, all) = (WorkingSet::default(), PageRange::first(engine.image().pages()));
     for (start, len) in &order.working_set {
         if let Ok(run) = PageRange::new(PageIdx(*start), *len) {
@@ -209,6 +216,19 @@ fn open(
         arrival.hydrate(bytes_per_s);
     }
     Ok((engine, arrival))
+}
+
+/// What the clones' disks hold, in their order, and what is to come of it.
+fn open_disks(
+    here: &Here<'_>,
+    facts: &Facts,
+    entries: &[DiskEntry],
+) -> Result<(Vec<DiskContent>, Needs), RemoteForkError> {
+    let specs = facts.spec().disks().map(|(_, spec)| spec.clone()).collect();
+    let own = |name| here.images.lent_owner(name);
+    let (disks, source) = (&here.forker.core.disks, here.source);
+    let opened = disks::open(here.images.disks(), disks, (specs, entries), own, source);
+    Ok(opened.map_err(OrderError::from)?)
 }
 
 /// For memory for `count` of an order's clones.
@@ -229,7 +249,7 @@ fn ask<'a>(message: &'a str, order: &'a Order, count: u32, by_guest: bool) -> Fo
 fn snapshot(
     order: &Order,
     state: &[u8],
-    (engine, drives): (Arc<Engine>, Drives),
+    (engine, drives, disks): (Arc<Engine>, Drives, Vec<DiskContent>),
     lease: Lease,
     arrival: Arc<Arrival>,
 ) -> Result<Snapshot, StartError> {
@@ -241,7 +261,7 @@ fn snapshot(
         lead,
         engine,
         drives,
-        disks: Vec::new(),
+        disks,
         inheritance: order.facts.inheritance.clone(),
         fork: order.facts.fork,
         lease: Some(lease),

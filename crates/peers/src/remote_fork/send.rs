@@ -14,6 +14,7 @@ use super::descriptor::{CloneOrder, Descriptor, Order, Parent};
 use super::receive::GRACE;
 use crate::arrivals::Arrival;
 use crate::client::WORD_WAIT;
+use crate::disks::spec_elsewhere;
 use crate::error::{RemoteForkError, SendError, of_host};
 use crate::hosts::Hosts;
 use crate::images::{Images, Lender, Sending as Lent};
@@ -102,6 +103,7 @@ pub(crate) async fn send(
                 ..descriptor.order.clone()
             },
             images: descriptor.images.clone(),
+            disks: descriptor.disks.clone(),
             state: descriptor.state.clone(),
         };
         let (began, metrics, host) = (Instant::now(), what.metrics, share.host);
@@ -124,7 +126,11 @@ fn prepare(own: &Arc<Images>, what: &Sending<'_>) -> Result<(Descriptor, Lent), 
     let (arrival, working_set) =
         (what.snapshot.provenance.get::<Arrival>(), Arc::clone(what.working_set));
     let ahead = working_set.runs();
-    let (images, lent) = own.lend(Instant::now(), engine, Lender::new(arrival, working_set))?;
+    let of = Lender::new(arrival, working_set);
+    let contents = &what.snapshot.disks;
+    // The tables of disks are derived in the background.
+    let (images, disks, lent) =
+        tokio::task::block_in_place(|| own.lend(Instant::now(), engine, contents, of))?;
     let state = vmfork_fork::state::read(&what.snapshot.state)?;
     let parent = what.parent;
     let order = Order {
@@ -134,7 +140,10 @@ fn prepare(own: &Arc<Images>, what: &Sending<'_>) -> Result<(Descriptor, Lent), 
         job: what.job.clone(),
         books: what.books,
         lifetime: what.lifetime.told(Instant::now()),
-        facts: what.facts.clone(),
+        facts: Facts {
+            inherited: what.facts.inherited.with_disks(contents.iter().map(spec_elsewhere)),
+            ..what.facts.clone()
+        },
         parent: Parent {
             id: parent.id.clone(),
             name: parent.name.clone(),
@@ -150,7 +159,7 @@ fn prepare(own: &Arc<Images>, what: &Sending<'_>) -> Result<(Descriptor, Lent), 
         working_set: ahead.iter().map(|run| (run.start().0, run.len())).collect(),
         is_watched: false,
     };
-    Ok((Descriptor { order, images, state }, lent))
+    Ok((Descriptor { order, images, disks, state }, lent))
 }
 
 async fn one(

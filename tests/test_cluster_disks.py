@@ -1,0 +1,124 @@
+"""Disks of clones on other hosts: what they hold, where their pages come from, and how often."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import vmfork
+
+from harness import metrics
+from harness.cli import Cli
+from harness.cluster import Cluster
+from harness.daemon import Daemon
+from harness.metrics import Between
+from harness.waits import eventually
+
+MIB = 1 << 20
+
+DATA = "/mnt/data"
+#: Files on a disk, and their sums in memory.
+FILL = f"""
+mkdir -p {DATA} && mount /dev/vdb {DATA}
+for i in 1 2 3 4; do head -c 8M /dev/urandom > {DATA}/file$i; done
+sync; sha256sum {DATA}/file? > /run/sums
+"""
+CHECK = "sha256sum --check --quiet /run/sums"
+COLD = "echo 3 > /proc/sys/vm/drop_caches"
+
+
+@pytest.fixture
+def cluster(three_hosts: Cluster) -> Iterator[Cluster]:
+    yield three_hosts
+    three_hosts.clear()
+
+
+@pytest.fixture
+def parent(cluster: Cluster) -> vmfork.VM:
+    """A VM on the first host with 32 MiB of files on a disk, none of them in its page cache."""
+    disks = [vmfork.NewDisk.blank("data", 256 * MIB)]
+    vm = cluster.clients[0].run(cluster.image, name="db", memory_mib=192, disks=disks)
+    vm.exec(f"set -e; {FILL} {COLD}", check=True, timeout_s=120)
+    return vm
+
+
+def _cold(vm: vmfork.VM, command: str) -> str:
+    return vm.exec(f"set -e; sync; {COLD}; {command}", check=True, timeout_s=120).stdout_text
+
+
+@pytest.mark.limit(400)
+def test_disks_go_with_clones_onto_other_hosts(cluster: Cluster, parent: vmfork.VM) -> None:
+    clones = parent.fork(4, hosts=["h1", "h2"]).raise_for_errors()
+    # What the parent writes after the fork is its own.
+    parent.exec(f"rm {DATA}/file1; head -c 8M /dev/zero > {DATA}/file2; sync", check=True)
+    for clone in clones:
+        assert [(disk.name, disk.device, disk.size_bytes) for disk in clone.inspect().disks] == [("data", "/dev/vdb", 256 * MIB)]
+        _cold(clone, CHECK)
+        clone.exec(f"echo {clone.name} > {DATA}/mine && sync", check=True)
+    for clone in clones:
+        assert _cold(clone, f"cat {DATA}/mine").strip() == clone.name
+    # A clone of such a clone, on its host, on the third, and back where the disk began.
+    there = next(clone for clone in clones if clone.inspect().host == "h1")
+    for host in ("h1", "h2", "h0"):
+        (deep,) = there.fork(1, hosts=[host]).raise_for_errors()
+        assert deep.inspect().host == host
+        assert _cold(deep, f"{CHECK} && cat {DATA}/mine").strip() == there.name
+        # The file system is as it was in that instant: mounted, whole.
+        deep.exec(f"umount {DATA} && e2fsck -fn /dev/vdb", check=True, timeout_s=60)
+        deep.remove(force=True)
+
+
+@pytest.mark.limit(400)
+def test_a_page_of_a_disk_crosses_to_a_host_once_and_only_if_it_is_read(cluster: Cluster, parent: vmfork.VM) -> None:
+    first = parent.fork(2, hosts=["h1"]).raise_for_errors()
+    there = cluster.daemons[1]
+    before = metrics.read(there)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda clone: _cold(clone, CHECK), first))
+    # 32 MiB of files, and what surrounds them; two clones read them.
+    assert 32 * MIB <= _came(there, before) < 34 * MIB
+    # A second fork: what came of the disk is there already.
+    parent.exec(f"head -c 1M /dev/urandom > {DATA}/more; sync", check=True)
+    (second,) = parent.fork(1, hosts=["h1"]).raise_for_errors()
+    before = metrics.read(there)
+    _cold(second, f"{CHECK}; sha256sum {DATA}/more")
+    assert MIB <= _came(there, before) < 2 * MIB
+    # Whole pages that are written are not fetched first.
+    before = metrics.read(there)
+    second.exec(f"head -c 64M /dev/zero | tr '\\0' x > {DATA}/new; sync", check=True, timeout_s=120)
+    assert _came(there, before) < MIB
+
+
+def _came(there: Daemon, before: metrics.Metrics) -> int:
+    """Bytes of disks that have come to a host from others since."""
+    return int(4096 * Between(before, metrics.read(there)).value("vmfork_transfer_disk_pages_total"))
+
+
+@pytest.mark.limit(400)
+def test_a_clone_whose_disk_is_here_outlives_the_parents_host(cluster: Cluster, parent: vmfork.VM) -> None:
+    (clone,) = parent.fork(1, hosts=["h1"], hydrate_mib_per_s=200).raise_for_errors()
+    parent.remove(force=True)
+
+    def is_whole() -> bool:
+        # Nothing is asked of the first host any more when all of it is read again.
+        before = metrics.read(cluster.daemons[1])
+        _cold(clone, CHECK)
+        return _came(cluster.daemons[1], before) == 0
+
+    eventually(is_whole, 60, "all of the disk is here", every_s=1.0)
+    _cold(clone, CHECK)
+    # The loan has ended, or ends soon: a clone of it needs no other host.
+    (deep,) = clone.fork(1, hosts=["h1"]).raise_for_errors()
+    _cold(deep, CHECK)
+
+
+def test_a_root_on_a_disk_is_forked_onto_another_host(cluster: Cluster) -> None:
+    cli = Cli(cluster.daemons[0])
+    cli("run", cluster.image, "--name", "build", "--memory", "192M", "--root", "overlay")
+    vm = cluster.clients[0].vm("build")
+    vm.exec("head -c 4M /dev/urandom > /srv/made; sync; sha256sum /srv/made > /run/sums", check=True)
+    (clone,) = vm.fork(1, hosts=["h2"]).raise_for_errors()
+    _cold(clone, CHECK)
+    clone.exec("echo there > /srv/mine && sync", check=True)
+    assert vm.exec("test -e /srv/mine").exit_code == 1
