@@ -17,7 +17,9 @@ PAGES_PER_MIB = 256
 MEMORY_MIB = 512
 #: Nothing of it has run in the parent.
 PROGRAM = ["python3", "-c", "import asyncio, decimal, email, json, sqlite3, ssl, unittest"]
-#: Programs and libraries, most of which the parent has not read; → how many bytes.
+#: Looks at programs and libraries, which takes memory for names and inodes.
+LIST = "find /usr -xdev -type f -print0 | xargs -0 stat > /dev/null"
+#: Reads them, most for the first time; → how many bytes.
 READ = "find /usr -xdev -type f -print0 | xargs -0 cat | head -c 100000000 | wc -c"
 #: Copied to a tmpfs, they are guest memory that a fork shares.
 COPY = """
@@ -28,9 +30,10 @@ IN_COPY = ["chroot", "/dev/shm/root", *PROGRAM]
 
 def run(world: w.World) -> None:
     count = world.pick((32,), (8,))[0]
+    with world.daemon(pool=4) as (_daemon, client):
+        _boots(world, client)
     for root in ("pmem", "block", "tmpfs"):
         with world.daemon(pool=4) as (_daemon, client):
-            _boots(world, client, root)
             _clones(world, client, root, count)
 
 
@@ -44,17 +47,21 @@ def _start(world: w.World, client: w.vmfork.Client, root: str) -> w.vmfork.VM:
     return vm
 
 
-def _boots(world: w.World, client: w.vmfork.Client, root: str) -> None:
-    if root == "tmpfs":
-        return
-    for _ in world.rounds(f"boots, root {root}", share=0.2):
-        begin = w.now_ms()
-        vm = _start(world, client, root)
-        world.figures.series("boot_and_rest_ms", root=root).add(w.now_ms() - begin)
-        free = vm.exec("awk '/^Mem(Total|Available)/ {print $2}' /proc/meminfo", check=True).stdout_text.split()
-        world.figures.series("guest_total_MiB", root=root).add(int(free[0]) / 1024)
-        world.figures.series("guest_available_MiB", root=root).add(int(free[1]) / 1024)
-        vm.remove(force=True)
+def _boots(world: w.World, client: w.vmfork.Client) -> None:
+    """By turns, since machines are noisy."""
+    _start(world, client, "pmem").remove(force=True)
+    for _ in world.rounds("boots"):
+        for root in ("pmem", "block"):
+            begin = w.now_ms()
+            vm = _start(world, client, root)
+            world.figures.series("boot_and_rest_ms", root=root).add(w.now_ms() - begin)
+            free = vm.exec("awk '/^Mem(Total|Available)/ {print $2}' /proc/meminfo", check=True).stdout_text.split()
+            world.figures.series("guest_total_MiB", root=root).add(int(free[0]) / 1024)
+            world.figures.series("guest_available_MiB", root=root).add(int(free[1]) / 1024)
+            (clone,) = vm.fork(1).raise_for_errors()
+            world.figures.series("first_fork_clone_ready_ms", root=root).add(clone.inspect().ready_ms or 0.0)
+            clone.remove(force=True)
+            vm.remove(force=True)
 
 
 def _clones(world: w.World, client: w.vmfork.Client, root: str, count: int) -> None:
@@ -92,6 +99,7 @@ def _reads(world: w.World, vm: w.vmfork.VM, labels: dict[str, object]) -> None:
         world.drained(vm)
         fork = vm.fork(1).raise_for_errors()
         w.answer_all(fork)
+        fork[0].exec(LIST, check=True, timeout_s=120)
         before, begin = _private_mib(fork), w.now_ms()
         read = int(fork[0].exec(READ, check=True, timeout_s=120).stdout_text)
         world.figures.series("read_programs_ms", **labels).add(w.now_ms() - begin)

@@ -144,7 +144,7 @@ fn make_root(cmdline: &Cmdline) -> Result<bool, String> {
             .map_err(said(format!("mount {device} ({kind})")))
     };
     let in_pmem = cmdline.pmem.as_deref().is_some_and(|device| {
-        // Without its driver the device would be waited for in vain.
+        // Without its driver the device does not come.
         let mounted = match load_modules(PMEM_MODULES) {
             true => lower(device, Some(c"dax=always")),
             false => Err(format!("no driver for {device}")),

@@ -575,7 +575,8 @@ impl HostImage {
 
     /// Have own pages in the cache, for who reads them from there: of an image that is read from
     /// afar, and that no engine serves. Waits for the source. Of those who want the same pages at
-    /// the same time, one asks the source. `is_ahead`: nothing waits for them. → how many pages came.
+    /// the same time, one asks the source. `is_ahead`: nothing waits for them. → how many pages
+    /// came.
     ///
     /// # Errors
     /// [`PageLost`]; also if the cache can't grow.

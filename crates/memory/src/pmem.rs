@@ -38,8 +38,8 @@ pub fn pmem_cost_bytes(pmem_bytes: u64) -> u64 {
     pmem_bytes / PAGE_BYTES * u64::from(PAGE_STRUCT_BYTES)
 }
 
-/// A file in memory with the info block, and holes else. A hole that the guest reads takes memory of
-/// the host: at most 4 MiB for each VM, if the file that is shown leaves less than 2 MiB.
+/// A file in memory with the info block, and holes else. A hole that the guest reads takes memory
+/// of the host. The file that is shown leaves at most 4 MiB of holes.
 pub(crate) fn placeholder(pmem_bytes: u64) -> io::Result<OwnedFd> {
     let file = rustix::fs::memfd_create("vmfork-pmem", MemfdFlags::CLOEXEC)?;
     rustix::fs::ftruncate(&file, pmem_bytes)?;

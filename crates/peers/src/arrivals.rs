@@ -127,9 +127,8 @@ impl Arrivals {
         all
     }
 
-    /// That of a snapshot, which `engine` serves here, and of whose disks `disk_needs` is needed. It
-    /// takes the place of what was `set_aside`
-    /// for what is to come.
+    /// That of a snapshot, which `engine` serves here. `disk_needs`: what its disks need. It takes
+    /// the place of what was `set_aside` for what is to come.
     ///
     /// # Errors
     /// What is still to come of its memory does not fit.

@@ -139,7 +139,7 @@ impl Facts {
         choice.map(drop).map_err(|NoKvm { reason }| Unlike::NoKvm { reason })
     }
 
-    /// Whether its persistent memory is that of a root of so many bytes.
+    /// Whether its persistent memory is that of a root of that size.
     ///
     /// # Errors
     /// It has another size: then there is more of it than the root shows, or less.
