@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import vmfork
@@ -13,7 +15,7 @@ from harness.cli import Cli
 from harness.cluster import Cluster
 from harness.daemon import Daemon
 from harness.metrics import Between
-from harness.waits import eventually
+from harness.waits import eventually, stays
 
 MIB = 1 << 20
 
@@ -122,3 +124,52 @@ def test_a_root_on_a_disk_is_forked_onto_another_host(cluster: Cluster) -> None:
     _cold(clone, CHECK)
     clone.exec("echo there > /srv/mine && sync", check=True)
     assert vm.exec("test -e /srv/mine").exit_code == 1
+
+
+@pytest.mark.limit(300)
+def test_a_clone_is_stalled_while_no_host_has_its_disks_page(cluster: Cluster, tmp_path: Path) -> None:
+    base = tmp_path / "base.img"
+    base.write_bytes((b"a mark that is on the disk" * 40000).ljust(2 * MIB, b"\0"))
+    disks = [vmfork.NewDisk.file("data", str(base))]
+    vm = cluster.clients[0].run(cluster.image, name="raw", memory_mib=128, disks=disks)
+    (clone,) = vm.fork(1, names=["far"], hosts=["h1"]).raise_for_errors()
+    # As if another program had written to it: what it gives may be other bytes.
+    before = base.stat()
+    os.utime(base, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    there = cluster.clients[1]
+    read = "dd if=/dev/vdb of=/run/read bs=64k iflag=direct; touch /run/done"
+    clone.exec(f"({read}) >/run/log 2>&1 &", check=True)
+    eventually(lambda: there.vm("far").info.state == vmfork.VmState.STALLED, 60, "it stalls")
+    reason = there.vm("far").info.reason or ""
+    assert "disk `data`" in reason and "has changed" in reason, reason
+    stays(lambda: there.vm("far").info.state == vmfork.VmState.STALLED, 3, "it tries, and stays stalled")
+    os.utime(base, ns=(before.st_atime_ns, before.st_mtime_ns))
+    eventually(lambda: there.vm("far").info.state == vmfork.VmState.RUNNING, 60, "it goes on")
+    eventually(lambda: clone.exec("test -e /run/done").exit_code == 0, 30, "it has read all")
+    assert int(clone.exec("grep -ao 'a mark that is on the disk' /run/read | wc -l", check=True).stdout_text) == 40000
+
+
+@pytest.mark.limit(300)
+def test_a_volume_and_a_snapshot_of_a_clone_on_another_host(cluster: Cluster) -> None:
+    first, second = cluster.clients[:2]
+    first.volumes.create("kept", size_bytes=64 * MIB)
+    disks = [vmfork.NewDisk.volume("kept", "kept"), vmfork.NewDisk.empty("late")]
+    vm = first.run(cluster.image, name="keeper", memory_mib=128, disks=disks)
+    vm.exec("head -c 1M /dev/urandom > /dev/vdb; sync; head -c 1M /dev/vdb | sha256sum > /run/sum", check=True)
+    (clone,) = vm.fork(1, names=["other"], hosts=["h1"]).raise_for_errors()
+    there = second.vm("other")
+    same = "head -c 1M /dev/vdb | sha256sum | cmp - /run/sum"
+    _cold(there, same)
+    assert [disk.volume for disk in there.inspect().disks] == [None, None]
+    # It is a disk of its own: the volume stays as it is.
+    there.exec("head -c 1M /dev/zero > /dev/vdb; sync", check=True)
+    _cold(vm, same)
+    # Stored where the clone is, it needs the other host no more.
+    second.snapshots.create("other", "there", wait=True, record_s=0)
+    there.remove(force=True)
+    vm.remove(force=True)
+    (again,) = second.snapshots.start("there", names=["again"]).raise_for_errors()
+    assert _cold(again, "head -c 1M /dev/vdb | tr -d '\\0' | wc -c").strip() == "0"
+    again.remove(force=True)
+    second.snapshots.remove("there")
+    first.volumes.remove("kept")

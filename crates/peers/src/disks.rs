@@ -439,3 +439,7 @@ impl Disks {
         Ok(pages)
     }
 }
+
+#[cfg(test)]
+#[path = "disks_tests.rs"]
+mod tests;

@@ -1,4 +1,5 @@
 use std::fs::{self, File};
+use vmfork_disk::StoreError;
 
 use super::*;
 
@@ -183,7 +184,15 @@ async fn disks_of_a_user_and_of_the_host_have_bounds() {
     fs::create_dir(&sockets).expect("made");
     let bounds = DiskBounds { default_bytes: Some(2 * MIB), ..DiskBounds::default() };
     let open = || {
-        let disks = HostDisks::open(&root, sockets.clone()).expect("room");
+        // A thread that opened a file may hold the one before for a moment longer.
+        let tries = (0..500).map_while(|_| match HostDisks::open(&root, sockets.clone()) {
+            Err(DiskError::Layer(StoreError::Locked { .. })) => {
+                std::thread::park_timeout(std::time::Duration::from_millis(10));
+                Some(None)
+            }
+            opened => Some(Some(opened.expect("room"))),
+        });
+        let disks = tries.flatten().next().expect("its lock is free within 5 s");
         disks.limited(Some(3 * MIB), bounds.clone()).expect("counted")
     };
     let path = folder.path().join("base");
