@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import pytest
 import vmfork
 
+from harness import metrics
 from harness.cluster import Cluster, cluster_of
-from harness.waits import eventually
+from harness.waits import eventually, settles
 
 READ = "sha256sum /dev/shm/data"
 
@@ -110,6 +111,34 @@ def test_a_clone_that_has_all_pages_outlives_the_parents_host(cluster: Cluster, 
     eventually(lambda: there.vm(lazy.name).inspect().state is vmfork.VmState.FAILED, 60, "it is stopped")
     reason = there.vm(lazy.name).inspect().reason or ""
     assert "page" in reason and "h0" in reason, reason
+
+
+@pytest.mark.limit(240)
+def test_a_clone_whose_disk_has_come_outlives_the_parents_host(cluster: Cluster) -> None:
+    disks = [vmfork.NewDisk.blank("data", 128 << 20)]
+    vm = cluster.clients[0].run(cluster.image, name="db", memory_mib=128, disks=disks)
+    fill = "mkdir -p /mnt/data && mount /dev/vdb /mnt/data && head -c 16M /dev/urandom > /mnt/data/file && sync"
+    vm.exec(f"{fill} && sha256sum /mnt/data/file > /run/sum && echo 3 > /proc/sys/vm/drop_caches", check=True)
+    vm.fork(1, names=["whole"], hosts=["h1"], hydrate_mib_per_s=1000).raise_for_errors()
+    there, daemon = cluster.clients[1], cluster.daemons[1]
+
+    def came() -> float:
+        return metrics.read(daemon).value("vmfork_transfer_disk_pages_total")
+
+    # What the file system has of its own comes, too.
+    eventually(lambda: there.vm("whole").inspect().memory.missing_pages == 0 and came() * 4096 > 16 << 20, 60, "it has come")
+    seen = [0.0]
+
+    def rests() -> bool:
+        seen.append(came())
+        return seen[-1] == seen[-2]
+
+    settles(rests, 1, 60, "nothing more comes")
+    cluster.daemons[0].kill()
+    check = "sha256sum -c /run/sum && echo 3 > /proc/sys/vm/drop_caches && sha256sum -c /run/sum"
+    assert there.vm("whole").exec(check, check=True, timeout_s=60).exit_code == 0
+    (deep,) = there.vm("whole").fork(1, place="here").raise_for_errors()
+    assert deep.exec(check, check=True, timeout_s=60).exit_code == 0
 
 
 def fork_at_rest(cluster: Cluster, parent: vmfork.VM, name: str) -> vmfork.MemoryInfo:

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io;
 use std::sync::Arc;
 
-use vmfork_image::PageRange;
+use vmfork_image::{ImageName, PageRange};
 
 /// Immutable content: what a layer lies on.
 pub trait Lower: Debug + Send + Sync {
@@ -30,6 +30,17 @@ pub trait Lower: Debug + Send + Sync {
 pub trait OwnPages: Debug + Send + Sync {
     /// Whether they can be read at once, without waiting for another host or a store.
     fn is_here(&self, range: PageRange) -> bool;
+
+    /// Calls `found` with the runs of `range` that are its own, in order. What it has of others is
+    /// not theirs.
+    fn owned(&self, range: PageRange, found: &mut dyn FnMut(PageRange)) {
+        found(range);
+    }
+
+    /// What it is called across hosts, if it came from another one.
+    fn name_elsewhere(&self) -> Option<ImageName> {
+        None
+    }
 
     /// A file of the store's own that has page p at p × 4096, and is not cut while it is used.
     fn file(&self) -> Option<&Arc<File>> {

@@ -13,13 +13,16 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use vmfork_image::{Origin, PageIdx, PageRange};
+use vmfork_image::{Origin, PageIdx, PageRange, Source};
 use vmfork_policy::{Fetch, Reason};
 
 use crate::host_image::{Brought, HostImage, PageLost};
 
 /// How long a background fill waits for another engine that brings the same pages.
 const OTHERS_WAIT: Duration = Duration::from_secs(2);
+
+/// The same for a read that something waits for: of a large piece it needs little.
+const DEMAND_OTHERS_WAIT: Duration = Duration::from_millis(100);
 
 /// Fewer come as quickly together as one does alone.
 const SPLIT_PAGES_MIN: u64 = 4;
@@ -62,34 +65,40 @@ pub(crate) fn fill(
     store(image, owner, fetch, brought, buffer)
 }
 
-/// Bring own pages of an image that is read from afar into its cache, for who reads them from
-/// there. Of those who want the same pages at the same time, one asks the source. → how many pages
-/// came.
-///
-/// # Errors
-/// As [`fill`].
-pub(crate) fn bring(image: &HostImage, range: PageRange, is_ahead: bool) -> Result<u64, PageLost> {
-    let (mut buffer, mut came) = (Vec::new(), 0);
-    for run in image.cache().presence().absent(range) {
-        let _bringing = image.incoming.begin(run, OTHERS_WAIT);
-        for run in image.cache().presence().absent(run) {
-            buffer.resize(usize::try_from(run.byte_len()).unwrap_or(0), 0);
-            let brought = match is_ahead {
-                true => image.read_owned_ahead(run, &mut buffer)?,
-                false => image.read_owned(run, &mut buffer)?,
-            };
-            put(image, image, run, brought.origin, &buffer)?;
-            let reason = match is_ahead {
-                true => Reason::Background("disk"),
-                false => Reason::Demand,
-            };
-            let source = vmfork_image::Source::Image(image.id());
-            let fetch = Fetch { range: run, source, reason, first: None, again: false };
-            count(image, image, fetch, brought);
-            came += brought.pages;
+impl HostImage {
+    /// Have own pages in the cache, for who reads them from there: of an image that is read from
+    /// afar, and that no engine serves. Waits for the source. Of those who want the same pages at
+    /// the same time, one asks the source. `is_ahead`: nothing waits for them. `came` is told of
+    /// pages that have come, also if others do not.
+    ///
+    /// # Errors
+    /// [`PageLost`]; also if the cache can't grow.
+    pub fn bring(
+        &self,
+        range: PageRange,
+        is_ahead: bool,
+        came: &mut dyn FnMut(u64),
+    ) -> Result<(), PageLost> {
+        let mut buffer = Vec::new();
+        let wait = if is_ahead { OTHERS_WAIT } else { DEMAND_OTHERS_WAIT };
+        let reason = if is_ahead { Reason::Background("disk") } else { Reason::Demand };
+        for run in self.cache().presence().absent(range) {
+            let _bringing = self.incoming.begin(run, wait);
+            for run in self.cache().presence().absent(run) {
+                buffer.resize(usize::try_from(run.byte_len()).unwrap_or(0), 0);
+                let brought = match is_ahead {
+                    true => self.read_owned_ahead(run, &mut buffer)?,
+                    false => self.read_owned(run, &mut buffer)?,
+                };
+                put(self, self, run, brought.origin, &buffer)?;
+                let source = Source::Image(self.id());
+                let fetch = Fetch { range: run, source, reason, first: None, again: false };
+                count(self, self, fetch, brought);
+                came(brought.pages);
+            }
         }
+        Ok(())
     }
-    Ok(came)
 }
 
 /// The same for several background fetches of one owner. `done` is called once for each, with its

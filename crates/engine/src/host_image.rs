@@ -13,7 +13,6 @@ use vmfork_image::{
 use crate::backing::{Backing, Memfd};
 use crate::cache::Cache;
 use crate::counters::ImageCounters;
-use crate::fill;
 use crate::handover;
 use crate::homes::Homes;
 use crate::incoming::Incoming;
@@ -571,17 +570,6 @@ impl HostImage {
         let kept = self.cache.add(run, bytes);
         kept.inspect_err(|error| tracing::warn!(image = %self.id, %run, %error, "keep what came"))
             .is_ok()
-    }
-
-    /// Have own pages in the cache, for who reads them from there: of an image that is read from
-    /// afar, and that no engine serves. Waits for the source. Of those who want the same pages at
-    /// the same time, one asks the source. `is_ahead`: nothing waits for them. → how many pages
-    /// came.
-    ///
-    /// # Errors
-    /// [`PageLost`]; also if the cache can't grow.
-    pub fn bring(&self, range: PageRange, is_ahead: bool) -> Result<u64, PageLost> {
-        fill::bring(self, range, is_ahead)
     }
 
     pub(crate) fn lost(&self, page: PageIdx, reason: String) -> PageLost {

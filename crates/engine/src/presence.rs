@@ -75,7 +75,7 @@ impl Presence {
     }
 
     /// The runs of `range` that are absent.
-    pub(crate) fn absent(&self, range: PageRange) -> Vec<PageRange> {
+    pub fn absent(&self, range: PageRange) -> Vec<PageRange> {
         let mut absent = Vec::new();
         let mut rest = range;
         while !rest.is_empty() {

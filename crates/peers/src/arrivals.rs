@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use vmfork_engine::{Engine, HostImage};
 use vmfork_image::{ImageId, ImageName, PAGE_BYTES, PageIdx, PageRange};
 
-use crate::disks::{self, Needs};
+use crate::disks::{self, ArrivedPages, Hydrated, Needs};
 use vmfork_host::admission::{Admission, Lease};
 use vmfork_host::error::Refusal;
 use vmfork_host::vm::CameOf;
@@ -25,7 +25,9 @@ pub(crate) struct Arrival {
     /// What was to come when it arrived.
     needs: Vec<Need>,
     /// Of its disks.
-    disk_needs: Needs,
+    disk_needs: Mutex<Needs>,
+    /// A thread brings all of its disks.
+    is_hydrating: AtomicBool,
     /// All of it has come: its VMs depend on no other host any more.
     is_complete: AtomicBool,
     /// Bytes per second at which all of it comes; 0: on demand.
@@ -60,11 +62,26 @@ impl CameOf for Arrival {
 impl Arrival {
     /// All of it is to come at this rate.
     pub(super) fn hydrate(self: &Arc<Self>, bytes_per_s: NonZeroU64) {
-        let before = self.hydration.swap(bytes_per_s.get(), Ordering::Relaxed);
+        self.hydration.store(bytes_per_s.get(), Ordering::Relaxed);
         self.engines().iter().for_each(|engine| engine.hydrate(bytes_per_s));
-        if before == 0 && !self.disk_needs.are_here() {
-            let arrival = Arc::downgrade(self);
-            disks::hydrate(bytes_per_s, move || Some(arrival.upgrade()?.disk_needs.missing()));
+        self.hydrate_disks();
+    }
+
+    fn disk_needs(&self) -> MutexGuard<'_, Needs> {
+        self.disk_needs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// As memory; one thread at a time.
+    fn hydrate_disks(self: &Arc<Self>) {
+        if self.rate().is_none() || self.disk_needs().are_here() {
+            return;
+        }
+        if self.is_hydrating.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        if let Err(error) = disks::hydrate(self) {
+            tracing::warn!(%error, "another host's disks come on demand alone");
+            self.over();
         }
     }
 
@@ -75,7 +92,7 @@ impl Arrival {
 
     /// Once all of it has arrived, it depends on no other host. Fetches that failed are tried
     /// again.
-    fn look(&self) {
+    fn look(self: &Arc<Self>) {
         if self.is_complete.load(Ordering::Relaxed) {
             return;
         }
@@ -86,7 +103,8 @@ impl Arrival {
         // Nor by one whose table is not complete yet.
         let each = engines.iter().map(|engine| missing_bytes(engine.image()));
         let lack = each.sum::<Option<u64>>().filter(|_| !engines.is_empty());
-        if (lacks == Some(0) || lack == Some(0)) && self.disk_needs.are_here() {
+        self.hydrate_disks();
+        if (lacks == Some(0) || lack == Some(0)) && self.disk_needs().are_here() {
             self.is_complete.store(true, Ordering::Relaxed);
             return;
         }
@@ -96,6 +114,20 @@ impl Arrival {
         if let Some(rate) = rate.filter(|_| stands_still) {
             engines.iter().for_each(|engine| engine.hydrate(rate));
         }
+    }
+}
+
+impl Hydrated for Arrival {
+    fn missing(&self) -> Vec<(Arc<ArrivedPages>, PageRange)> {
+        self.disk_needs().missing()
+    }
+
+    fn rate(&self) -> Option<NonZeroU64> {
+        NonZeroU64::new(self.hydration.load(Ordering::Relaxed))
+    }
+
+    fn over(&self) {
+        self.is_hydrating.store(false, Ordering::Relaxed);
     }
 }
 
@@ -147,6 +179,10 @@ impl Arrivals {
         let is_its = |it: &Arc<Arrival>| Weak::ptr_eq(&it.image, &Arc::downgrade(engine.image()));
         if let Some(known) = known.find(is_its) {
             set_aside.iter().for_each(|lease| lease.is_enough(0));
+            if !disk_needs.are_here() {
+                known.disk_needs().add(disk_needs);
+                known.is_complete.store(false, Ordering::Relaxed);
+            }
             return Ok(known);
         }
         let mut lacking: BTreeMap<ImageId, (Arc<HostImage>, Vec<PageRange>)> = BTreeMap::new();
@@ -186,7 +222,8 @@ impl Arrivals {
             image: Arc::downgrade(engine.image()),
             engines: Mutex::new(vec![Arc::downgrade(engine)]),
             needs: needs.collect(),
-            disk_needs,
+            disk_needs: Mutex::new(disk_needs),
+            is_hydrating: AtomicBool::new(false),
             is_complete: AtomicBool::new(false),
             hydration: AtomicU64::new(0),
             lacked: AtomicU64::new(0),

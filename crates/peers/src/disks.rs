@@ -12,15 +12,19 @@
 //! a host once. What came is in a sparse file, and not in memory.
 
 use std::collections::{BTreeMap, HashMap};
+use std::fmt::Debug;
 use std::io;
 use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use vmfork_api::disk::DISK_BYTES_MAX;
 use vmfork_disk::{DiskImage, OwnPages};
 use vmfork_engine::{HostImage, StoredRun};
 use vmfork_host::disks::{DiskContent, DiskSpec, HostDisks};
+use vmfork_host::error::chain;
+use vmfork_image::BLOCK_PAGES;
 use vmfork_image::wire::{self, Limits};
 use vmfork_image::{
     ImageId, ImageName, PAGE_BYTES, PageIdx, PageRange, PageSource, PageTable, Source,
@@ -34,6 +38,9 @@ use crate::error::{ArrivalError, LendError};
 const WINDOW_PAGES: u64 = 16;
 /// How much is fetched at a time when all of it is.
 const PIECE_PAGES: u64 = 256;
+/// Most owners that a disk's table may name, and most runs that it may have.
+const OWNERS_MAX: usize = 1024;
+const RUNS_MAX: usize = 1 << 22;
 /// How long what could not be fetched is left alone.
 const PAUSE: Duration = Duration::from_secs(2);
 
@@ -64,14 +71,20 @@ impl ArrivedPages {
         self.own.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What is fetched for a read of `range`: what lies around it, too.
-    fn window(&self, range: PageRange) -> Vec<PageRange> {
-        let start = range.start().0 / WINDOW_PAGES * WINDOW_PAGES;
-        let end = range.end().0.next_multiple_of(WINDOW_PAGES).min(self.image.pages());
-        let window = PageRange::new(PageIdx(start), end.saturating_sub(start));
+    /// Those of `range` that are known to be its own.
+    fn own_runs(&self, range: PageRange) -> Vec<PageRange> {
         let own = self.own();
-        let runs = own.runs(window.unwrap_or(range));
+        let runs = own.runs(range.intersect(&own.range()));
         runs.filter(|(_, source)| *source != Source::Zero).map(|(run, _)| run).collect()
+    }
+
+    /// The run of its own pages that is fetched for a read of `range`: neighbours, too.
+    fn window(&self, range: PageRange) -> PageRange {
+        let start = range.start().0 / WINDOW_PAGES * WINDOW_PAGES;
+        let end = range.end().0.next_multiple_of(WINDOW_PAGES);
+        let window = PageRange::new(PageIdx(start), end.saturating_sub(start)).unwrap_or(range);
+        let around = self.own_runs(window).into_iter().find(|run| run.covers(&range));
+        around.unwrap_or(range)
     }
 
     /// How many pages it has.
@@ -79,40 +92,50 @@ impl ArrivedPages {
         self.image.pages()
     }
 
-    /// Calls `each` with the pages of `range` that need not be asked for: they are here, or not its
-    /// own.
+    /// Calls `each` with the pages of `range` that need not be asked for: they are here. Pages that
+    /// are not known to be its own count as here beside one that is.
     pub(crate) fn present(&self, range: PageRange, each: &mut dyn FnMut(PageRange)) {
-        self.image.cached(range, each);
         let own = self.own().clone();
-        let others = own.runs(range.intersect(&own.range()));
-        others.filter(|(_, source)| *source == Source::Zero).for_each(|(run, _)| each(run));
+        self.image.cached(range, &mut |run| {
+            each(run);
+            let start = run.start().0 / WINDOW_PAGES * WINDOW_PAGES;
+            let end = run.end().0.next_multiple_of(WINDOW_PAGES);
+            let Ok(units) = PageRange::new(PageIdx(start), end.saturating_sub(start)) else {
+                return;
+            };
+            let beside = units.intersect(&range).intersect(&own.range());
+            let others = own.runs(beside).filter(|(_, source)| *source == Source::Zero);
+            others.for_each(|(run, _)| each(run));
+        });
     }
 
     /// Have pages here. The host keeps its floor of free space.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::StorageFull`] if it can't; or no host gives them.
     fn bring(&self, range: PageRange, is_ahead: bool) -> io::Result<()> {
         if self.is_here(range) {
             return Ok(());
         }
-        self.disks.check_free(range.byte_len())?;
-        let came = self.image.bring(range, is_ahead).map_err(io::Error::other)?;
-        self.came_pages.fetch_add(came, Ordering::Relaxed);
-        Ok(())
+        if !self.disks.has_room(range.byte_len(), is_ahead) {
+            return Err(io::ErrorKind::StorageFull.into());
+        }
+        let came = &mut |pages| {
+            self.came_pages.fetch_add(pages, Ordering::Relaxed);
+        };
+        self.image.bring(range, is_ahead, came).map_err(io::Error::other)
     }
 
     /// Pages that came unasked. → how many are new.
     pub(crate) fn take(&self, range: PageRange, bytes: &[u8]) -> u64 {
-        let own: Vec<_> = {
-            let own = self.own();
-            let runs = own.runs(range).filter(|(_, source)| *source != Source::Zero);
-            runs.map(|(run, _)| run).collect()
-        };
-        let absent = own.into_iter().filter(|run| self.image.cache().presence().count(*run) == 0);
+        let presence = self.image.cache().presence();
+        let absent = self.own_runs(range).into_iter().flat_map(|run| presence.absent(run));
         let mut new = 0;
         for run in absent {
             let from = usize::try_from(run.byte_offset() - range.byte_offset()).unwrap_or(0);
             let len = usize::try_from(run.byte_len()).unwrap_or(0);
             let part = bytes.get(from..from.saturating_add(len)).unwrap_or_default();
-            let has_room = self.disks.check_free(run.byte_len()).is_ok();
+            let has_room = self.disks.has_room(run.byte_len(), true);
             if has_room && part.len() == len && self.image.keep(run, part) {
                 new += run.len();
             }
@@ -123,9 +146,8 @@ impl ArrivedPages {
 
     /// Whether some of its pages that disks here name are not here.
     pub(crate) fn lacks(&self) -> bool {
-        let own = self.own().clone();
-        let mut runs = own.runs(own.range()).filter(|(_, source)| *source != Source::Zero);
-        runs.any(|(run, _)| !self.is_here(run))
+        let all = PageRange::first(self.pages());
+        self.own_runs(all).into_iter().any(|run| !self.is_here(run))
     }
 }
 
@@ -134,17 +156,53 @@ impl OwnPages for ArrivedPages {
         self.image.cache().presence().count(range) == range.len()
     }
 
+    fn owned(&self, range: PageRange, found: &mut dyn FnMut(PageRange)) {
+        self.own_runs(range).into_iter().for_each(found);
+    }
+
+    fn name_elsewhere(&self) -> Option<ImageName> {
+        Some(self.name)
+    }
+
     fn read(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {
         if !self.is_here(range) {
-            for run in self.window(range) {
-                let wanted = self.bring(run, false);
-                // What is beside is not waited for.
-                if !run.intersect(&range).is_empty() {
-                    wanted?;
-                }
+            let window = self.window(range);
+            let brought = self.bring(window, false);
+            // The other host may not have the neighbours any more.
+            if brought.is_err() && window != range {
+                let _or_it_is_read_without_being_kept = self.bring(range, false);
             }
         }
         self.image.read(range, bytes).map_err(io::Error::other)
+    }
+}
+
+/// Pages of another host for a disk that is read: as long as any reader of the disk is there, their
+/// arrival is.
+#[derive(Debug)]
+struct Kept {
+    pages: Arc<ArrivedPages>,
+    _arrival: Keeper,
+}
+
+/// What readers of disks hold: the arrival that they came by, once it is known.
+pub(crate) type Keeper = Arc<OnceLock<Arc<dyn Debug + Send + Sync>>>;
+
+impl OwnPages for Kept {
+    fn is_here(&self, range: PageRange) -> bool {
+        self.pages.is_here(range)
+    }
+
+    fn owned(&self, range: PageRange, found: &mut dyn FnMut(PageRange)) {
+        self.pages.owned(range, found);
+    }
+
+    fn name_elsewhere(&self) -> Option<ImageName> {
+        self.pages.name_elsewhere()
+    }
+
+    fn read(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {
+        self.pages.read(range, bytes)
     }
 }
 
@@ -155,13 +213,6 @@ pub(crate) struct Need {
     runs: Vec<PageRange>,
 }
 
-impl Need {
-    pub(crate) fn missing_pages(&self) -> u64 {
-        let presence = self.pages.image.cache().presence();
-        self.runs.iter().map(|run| run.len() - presence.count(*run)).sum()
-    }
-}
-
 /// What clones of another host's snapshot need of its disks.
 #[derive(Debug, Default)]
 pub(crate) struct Needs(Vec<Need>);
@@ -169,7 +220,13 @@ pub(crate) struct Needs(Vec<Need>);
 impl Needs {
     /// Whether no page has to be fetched any more.
     pub(crate) fn are_here(&self) -> bool {
-        self.0.iter().all(|need| need.missing_pages() == 0)
+        let is_here = |need: &Need| need.runs.iter().all(|run| need.pages.is_here(*run));
+        self.0.iter().all(is_here)
+    }
+
+    /// These, too.
+    pub(crate) fn add(&mut self, more: Self) {
+        self.0.extend(more.0);
     }
 
     /// What is not here, in pieces.
@@ -192,37 +249,57 @@ fn pieces(run: PageRange) -> impl Iterator<Item = PageRange> {
     })
 }
 
-/// Fetch all that is missing at this rate, in a thread of its own. It ends when all is here, or
-/// when `needs` says that nothing needs it any more.
-pub(crate) fn hydrate(
-    bytes_per_s: NonZeroU64,
-    needs: impl Fn() -> Option<Vec<(Arc<ArrivedPages>, PageRange)>> + Send + 'static,
-) {
+/// Who has disks fetched as a whole.
+pub(crate) trait Hydrated: Send + Sync + 'static {
+    /// What is missing of them.
+    fn missing(&self) -> Vec<(Arc<ArrivedPages>, PageRange)>;
+
+    /// Bytes per second.
+    fn rate(&self) -> Option<NonZeroU64>;
+
+    /// The thread has ended.
+    fn over(&self);
+}
+
+/// Fetch all that is missing, in a thread of its own. It ends when all is here, or when nothing
+/// needs it any more.
+///
+/// # Errors
+/// There is no thread left.
+pub(crate) fn hydrate<H: Hydrated>(of: &Arc<H>) -> io::Result<()> {
+    let of = Arc::downgrade(of);
     let thread = std::thread::Builder::new().name("disk-hydrate".to_owned());
     let started = thread.spawn(move || {
-        while let Some(missing) = needs().filter(|missing| !missing.is_empty()) {
-            let (began, mut came) = (Instant::now(), false);
-            let mut rate = Rate::new(bytes_per_s, PageRange::first(PIECE_PAGES).byte_len());
-            for (pages, piece) in missing {
-                if needs().is_none() {
-                    return;
-                }
-                match pages.bring(piece, true) {
-                    Ok(()) => came = true,
-                    Err(error) => tracing::debug!(name = %pages.name, %piece, %error, "hydrate"),
-                }
-                rate.spend(began.elapsed(), piece.byte_len());
-                let due = rate.ready_at(piece.byte_len());
-                std::thread::park_timeout(due.saturating_sub(began.elapsed()).min(PAUSE));
-            }
-            if !came {
-                std::thread::park_timeout(PAUSE);
-            }
+        while hydrate_once(&of) {
+            std::thread::park_timeout(PAUSE);
         }
+        of.upgrade().inspect(|of| of.over());
     });
-    if let Err(error) = started {
-        tracing::warn!(%error, "disks of another host come on demand alone");
+    started.map(drop)
+}
+
+/// All that is missing, as far as it can be had now. → whether some still is.
+fn hydrate_once<H: Hydrated>(of: &Weak<H>) -> bool {
+    let Some(missing) = of.upgrade().map(|of| of.missing()) else { return false };
+    let Some(rate) = of.upgrade().and_then(|of| of.rate()) else { return false };
+    let (began, burst) = (Instant::now(), PageRange::first(PIECE_PAGES).byte_len());
+    let (mut rate, mut failed) = (Rate::new(rate, burst), None);
+    for (pages, piece) in missing {
+        if of.strong_count() == 0 {
+            return false;
+        }
+        if let Err(error) = pages.bring(piece, true) {
+            tracing::debug!(name = %pages.name, %piece, %error, "hydrate");
+            failed = Some(error);
+        }
+        rate.spend(began.elapsed(), piece.byte_len());
+        let due = rate.ready_at(piece.byte_len());
+        std::thread::park_timeout(due.saturating_sub(began.elapsed()).min(PAUSE));
     }
+    if let Some(error) = &failed {
+        tracing::warn!(error = chain(error), "not all of another host's disks has come yet");
+    }
+    failed.is_some()
 }
 
 /// Of this host.
@@ -254,20 +331,13 @@ impl Disks {
         arrived.retain(|_, pages| pages.strong_count() > 0);
         arrived.keys().copied().collect()
     }
-
-    /// What the owner `id` is called across hosts, if it is another host's.
-    fn name(&self, id: ImageId) -> Option<ImageName> {
-        let arrived = self.arrived();
-        let mut names = arrived.iter().filter(|(name, _)| name.image == id.get());
-        names.find(|(_, pages)| pages.strong_count() > 0).map(|(name, _)| *name)
-    }
 }
 
 /// What is lent of a disk: for as long as it lives, its pages can be read.
 #[derive(Debug)]
 pub(crate) struct LentDisk {
+    /// Without a lease of its volume: what it held is frozen.
     content: DiskContent,
-    image: DiskImage,
     owners: BTreeMap<ImageName, Arc<dyn OwnPages>>,
 }
 
@@ -276,23 +346,29 @@ impl LentDisk {
     /// Blocking: waits for its page table.
     ///
     /// # Errors
-    /// It has none, or the file that it lies on has changed.
-    pub(crate) fn new(
-        host: u64,
-        disks: &Disks,
-        content: &DiskContent,
-    ) -> Result<(Self, DiskEntry), LendError> {
+    /// It has none, or one that is too large; or the file that it lies on has changed.
+    pub(crate) fn new(host: u64, content: &DiskContent) -> Result<(Self, DiskEntry), LendError> {
         content.check_base().map_err(LendError::Disk)?;
         let image = content.whole().map_err(LendError::Layer)?;
-        let name = |id: ImageId| disks.name(id).unwrap_or(ImageName { host, image: id.get() });
         let table = image.table_soon().ok_or(LendError::NotSealed)?;
+        let here = |id: ImageId| ImageName { host, image: id.get() };
+        let names: BTreeMap<ImageId, ImageName> = image
+            .owners()
+            .map(|(id, own)| (id, own.name_elsewhere().unwrap_or_else(|| here(id))))
+            .collect();
+        if names.len() > OWNERS_MAX || table.runs(table.range()).nth(RUNS_MAX).is_some() {
+            return Err(LendError::Scattered { disk: content.spec.name.clone() });
+        }
         let entry = DiskEntry {
-            name: name(image.id()),
+            name: here(image.id()),
             size_bytes: image.size_bytes(),
-            table: wire::encode(table, name),
+            table: wire::encode(table, |id| names.get(&id).copied().unwrap_or_else(|| here(id))),
         };
-        let owners = image.owners().map(|(id, own)| (name(id), Arc::clone(own))).collect();
-        Ok((Self { content: content.clone(), image, owners }, entry))
+        let named =
+            image.owners().filter_map(|(id, own)| Some((*names.get(&id)?, Arc::clone(own))));
+        let owners = named.collect();
+        let content = DiskContent { lease: None, image, ..content.clone() };
+        Ok((Self { content, owners }, entry))
     }
 
     /// The names of those whose pages it has.
@@ -300,41 +376,64 @@ impl LentDisk {
         self.owners.keys().copied()
     }
 
-    /// How many pages it has, if it has pages of that owner.
-    pub(crate) fn pages(&self, name: ImageName) -> Option<u64> {
-        self.owners.get(&name).map(|_| self.image.size_bytes().div_ceil(PAGE_BYTES))
-    }
-
     /// The own pages of an owner.
-    pub(crate) fn owner(&self, name: ImageName) -> Option<Arc<dyn OwnPages>> {
-        self.owners.get(&name).cloned()
-    }
-
-    /// That owner, if all of `range` is its.
-    pub(crate) fn own(&self, name: ImageName, range: PageRange) -> Option<LentOwner> {
-        let own = self.owner(name).filter(|_| self.own_runs(name, range) == [range])?;
-        Some(LentOwner { own, content: self.content.clone() })
-    }
-
-    /// The pages of `range` that are that owner's.
-    pub(crate) fn own_runs(&self, name: ImageName, range: PageRange) -> Vec<PageRange> {
-        let Some(table) = self.image.table() else { return Vec::new() };
-        let own = ImageId::new(name.image).map(Source::Image);
-        let runs = table.runs(range.intersect(&table.range()));
-        runs.filter(|(_, source)| Some(*source) == own).map(|(run, _)| run).collect()
+    pub(crate) fn owner(&self, name: ImageName) -> Option<LentOwner<'_>> {
+        self.owners.get(&name).map(|own| LentOwner { own, content: &self.content })
     }
 }
 
-/// Pages of a disk that is lent, to be read outside any lock.
+/// Pages of a disk that is lent.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct LentOwner<'a> {
+    own: &'a Arc<dyn OwnPages>,
+    content: &'a DiskContent,
+}
+
+impl LentOwner<'_> {
+    /// How many pages the disk has.
+    pub(crate) fn pages(&self) -> u64 {
+        self.content.image.size_bytes().div_ceil(PAGE_BYTES)
+    }
+
+    /// To be read outside any lock.
+    pub(crate) fn to_read(self) -> ToRead {
+        ToRead { own: Arc::clone(self.own), content: self.content.clone() }
+    }
+
+    pub(crate) fn pages_of_it(&self) -> Arc<dyn OwnPages> {
+        Arc::clone(self.own)
+    }
+}
+
+/// The same, outside any lock.
 #[derive(Debug)]
-pub(crate) struct LentOwner {
+pub(crate) struct ToRead {
     own: Arc<dyn OwnPages>,
     content: DiskContent,
 }
 
-impl LentOwner {
+impl ToRead {
+    /// The pages of `range` that are its own. It may have others that no disk here names.
+    pub(crate) fn owned(&self, range: PageRange) -> Vec<PageRange> {
+        let (mut runs, all) = (Vec::<PageRange>::new(), self.content.image.size_bytes());
+        let within = range.intersect(&PageRange::first(all.div_ceil(PAGE_BYTES)));
+        self.own.owned(within, &mut |run| match runs.last_mut() {
+            Some(last) if last.end() == run.start() => {
+                let joined = PageRange::new(last.start(), last.len() + run.len());
+                *last = joined.unwrap_or(*last);
+            }
+            _ => runs.push(run),
+        });
+        runs
+    }
+
     pub(crate) fn is_here(&self, range: PageRange) -> bool {
         self.own.is_here(range)
+    }
+
+    /// Whether it may be waited for: what came from another host is asked of that one.
+    pub(crate) fn began_here(&self) -> bool {
+        self.own.name_elsewhere().is_none()
     }
 
     /// Read its pages.
@@ -364,7 +463,8 @@ pub(crate) fn open(
     (specs, entries): (Vec<DiskSpec>, &[DiskEntry]),
     own: impl Fn(ImageName) -> Option<Arc<dyn OwnPages>>,
     source: impl Fn(ImageName, u64) -> Arc<dyn PageSource>,
-) -> Result<(Vec<DiskContent>, Needs), ArrivalError> {
+) -> Result<(Vec<DiskContent>, Needs, Keeper), ArrivalError> {
+    let keeper = Keeper::default();
     if specs.len() != entries.len() {
         return Err(ArrivalError::Disks { specs: specs.len(), entries: entries.len() });
     }
@@ -373,10 +473,15 @@ pub(crate) fn open(
         let name = entry.name;
         let unknown = || ArrivalError::Unknown { name, unknown: name };
         let pages = entry.size_bytes.div_ceil(PAGE_BYTES);
-        let limits = Limits { pages_max: pages, ..Limits::default() };
+        if entry.size_bytes > DISK_BYTES_MAX || spec.size_bytes != entry.size_bytes {
+            let (found, size_bytes) = (entry.size_bytes, spec.size_bytes);
+            return Err(ArrivalError::DiskSize { name, found, size_bytes });
+        }
+        let limits =
+            Limits { pages_max: pages, names_max: OWNERS_MAX as u64, runs_max: RUNS_MAX as u64 };
         let table = wire::decode(&entry.table, limits)
             .map_err(|source| ArrivalError::Table { name, source })?;
-        if table.pages() != pages || spec.size_bytes != entry.size_bytes {
+        if table.pages() != pages {
             return Err(ArrivalError::Size { name, found: table.pages(), pages });
         }
         let owners: Vec<ImageName> = table.names().to_vec();
@@ -386,22 +491,25 @@ pub(crate) fn open(
         let mut of = BTreeMap::new();
         for owner in owners {
             let id = ImageId::new(owner.image).ok_or_else(unknown)?;
-            if let Some(own) = own(owner).filter(|_| here.find(owner).is_none()) {
-                of.insert(id, own);
-                continue;
+            let pages: Arc<dyn OwnPages> = match own(owner) {
+                Some(own) => own,
+                None => {
+                    let runs: Vec<_> = table.pages_of(id).collect();
+                    let arrived = here.arrive((owner, id), &runs, host_disks, &source)?;
+                    needs.push(Need { pages: Arc::clone(&arrived), runs });
+                    Arc::new(Kept { pages: arrived, _arrival: Arc::clone(&keeper) })
+                }
+            };
+            if of.insert(id, pages).is_some() {
+                return Err(ArrivalError::Unknown { name, unknown: owner });
             }
-            let runs: Vec<_> = table.pages_of(id).collect();
-            let arrived = here.arrive((owner, id), &runs, pages, host_disks, &source)?;
-            let own: Arc<dyn OwnPages> = Arc::<ArrivedPages>::clone(&arrived);
-            of.insert(id, own);
-            needs.push(Need { pages: arrived, runs });
         }
         let id = ImageId::new(name.image).ok_or_else(unknown)?;
         let image = DiskImage::from_table(id, entry.size_bytes, table, of)
             .map_err(|source| ArrivalError::Disk { name, source })?;
         contents.push(DiskContent::from_elsewhere(spec, image));
     }
-    Ok((contents, Needs(needs)))
+    Ok((contents, Needs(needs), keeper))
 }
 
 impl Disks {
@@ -410,33 +518,44 @@ impl Disks {
         &self,
         (name, id): (ImageName, ImageId),
         runs: &[PageRange],
-        pages: u64,
         host_disks: &Arc<HostDisks>,
         source: &impl Fn(ImageName, u64) -> Arc<dyn PageSource>,
     ) -> Result<Arc<ArrivedPages>, ArrivalError> {
-        // Finding a host may take its time: not under the lock.
-        let source = source(name, pages);
-        let changes = || runs.iter().map(|run| (*run, Source::Image(id)));
-        let mut arrived = self.arrived();
-        if let Some(known) = arrived.get(&name).and_then(Weak::upgrade) {
+        // A layer has pages up to some of the disk's.
+        let end = runs.iter().map(|run| run.end().0).max().unwrap_or(0);
+        let pages = end.next_multiple_of(BLOCK_PAGES);
+        let more = |own: &PageTable| {
+            let derived = own.derive(runs.iter().map(|run| (*run, Source::Image(id))));
+            derived.map_err(|_beyond| ArrivalError::Size { name, found: end, pages: own.pages() })
+        };
+        let known = |known: Arc<ArrivedPages>| {
+            if known.pages() < pages {
+                return Ok(None);
+            }
             let mut own = known.own();
-            let more = own.derive(changes());
-            *own =
-                more.map_err(|_| ArrivalError::Size { name, found: pages, pages: own.pages() })?;
+            *own = more(&own)?;
             drop(own);
-            return Ok(known);
+            Ok(Some(known))
+        };
+        if let Some(found) = self.find(name).map(known).transpose()?.flatten() {
+            return Ok(found);
         }
-        let own = PageTable::uniform(pages, Source::Zero).derive(changes());
-        let own = own.map_err(|_beyond| ArrivalError::Size { name, found: pages, pages })?;
+        // Finding a host and making a file take their time: not under the lock.
+        let own = Mutex::new(more(&PageTable::uniform(pages, Source::Zero))?);
         let file = host_disks.cache_file(pages).map_err(ArrivalError::DiskCache)?;
-        let all = [StoredRun::Own(PageRange::first(pages))];
+        let (all, source) = ([StoredRun::Own(PageRange::first(pages))], source(name, pages));
         let image = HostImage::stored_on(Box::new(file), id, pages, all, None, source)
             .map_err(|source| ArrivalError::Open { name, source })?;
-        let disks = Arc::clone(host_disks);
-        let (own, came_pages) = (Mutex::new(own), Arc::clone(&self.came_pages));
-        let pages = Arc::new(ArrivedPages { name, image, own, disks, came_pages });
-        arrived.insert(name, Arc::downgrade(&pages));
-        Ok(pages)
+        let (disks, came_pages) = (Arc::clone(host_disks), Arc::clone(&self.came_pages));
+        let made = Arc::new(ArrivedPages { name, image, own, disks, came_pages });
+        let mut arrived = self.arrived();
+        // Another order may have been quicker.
+        let quicker = arrived.get(&name).and_then(Weak::upgrade);
+        if let Some(found) = quicker.map(known).transpose()?.flatten() {
+            return Ok(found);
+        }
+        arrived.insert(name, Arc::downgrade(&made));
+        Ok(made)
     }
 }
 

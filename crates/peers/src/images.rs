@@ -17,7 +17,7 @@ use vmfork_image::{BLOCK_PAGES, ImageId, ImageName, PageRange, PageSource, PageT
 use vmfork_transfer::Wanted;
 
 use super::arrivals::Arrival;
-use super::disks::{DiskEntry, Disks, LentDisk};
+use super::disks::{DiskEntry, Disks, LentDisk, LentOwner, ToRead};
 use super::error::{ArrivalError, LendError};
 use super::loans::Loans;
 use vmfork_disk::OwnPages;
@@ -175,7 +175,7 @@ impl Images {
         contents: &[DiskContent],
         of: Lender,
     ) -> Result<(Vec<Entry>, Vec<DiskEntry>, Sending), LendError> {
-        let disks = contents.iter().map(|disk| LentDisk::new(self.host, &self.disks, disk));
+        let disks = contents.iter().map(|disk| LentDisk::new(self.host, disk));
         let (disks, disk_entries): (Vec<_>, Vec<_>) =
             disks.collect::<Result<Vec<_>, LendError>>()?.into_iter().unzip();
         let mut family = engine.image().with_ancestors();
@@ -248,20 +248,23 @@ impl Images {
 
     /// The images of other hosts that some VM here may still need pages of.
     pub(crate) fn held(&self) -> BTreeSet<ImageName> {
+        let of_disks = self.disks.held();
         let mut inner = self.inner();
         inner.tidy();
-        inner.arrived.keys().copied().chain(self.disks.held()).collect()
+        inner.arrived.keys().copied().chain(of_disks).collect()
     }
 
-    /// What `look` finds in a disk that is lent. Disks of one loan after the other are asked.
-    fn of_lent<T>(&self, name: ImageName, look: impl Fn(&LentDisk) -> Option<T>) -> Option<T> {
+    /// What is lent of a disk's owner.
+    fn lent_pages<T>(&self, name: ImageName, as_what: impl Fn(LentOwner<'_>) -> T) -> Option<T> {
         let inner = self.inner();
-        inner.loans.all_of(name).flat_map(|lent| &lent.disks).find_map(look)
+        let mut disks = inner.loans.all_of(name).flat_map(|lent| &lent.disks);
+        disks.find_map(|disk| disk.owner(name)).map(as_what)
     }
 
-    /// The own pages of a disk that is lent, or of what it lies on.
+    /// The own pages of a disk of this host that is lent, or of what it lies on.
     pub(crate) fn lent_owner(&self, name: ImageName) -> Option<Arc<dyn OwnPages>> {
-        self.of_lent(name, |disk| disk.owner(name))
+        let own = self.lent_pages(name, |own| own.pages_of_it())?;
+        own.name_elsewhere().is_none().then_some(own)
     }
 
     /// An image of another host that is open here.
@@ -284,16 +287,16 @@ impl Images {
     /// image is, if it is known here.
     pub(crate) fn asked(&self, name: ImageName, range: PageRange, demand: bool) -> Option<Wanted> {
         let inner = self.inner();
-        if demand {
-            inner.loans.all_of(name).for_each(|lent| lent.of.working_set.record(range));
-        }
         if let Some(image) = self.find(&inner, name) {
+            if demand {
+                inner.loans.all_of(name).for_each(|lent| lent.of.working_set.record(range));
+            }
             return Some(Wanted { pages: image.pages(), is_own: self.is_own(name) });
         }
         drop(inner);
         // Layers of disks outlive a daemon.
         let is_own = name.host == self.host;
-        let pages = self.of_lent(name, |disk| disk.pages(name));
+        let pages = self.lent_pages(name, |own| own.pages());
         let pages = pages.or_else(|| self.disks.find(name).map(|arrived| arrived.pages()))?;
         Some(Wanted { pages, is_own })
     }
@@ -337,10 +340,12 @@ impl Images {
         range: PageRange,
         bytes: &mut [u8],
     ) -> Result<(), NotRead> {
-        let lent = |disk: &LentDisk| disk.own(name, range);
-        let may_wait = name.host == self.host;
-        if let Some(own) = self.of_lent(name, lent).filter(|own| may_wait || own.is_here(range)) {
-            return own.read(range, bytes).map_err(NotRead::Disk);
+        let lent = self.lent_pages(name, |own| own.to_read());
+        if let Some(own) = lent.filter(ToRead::began_here) {
+            return match own.owned(range)[..] == [range] {
+                true => own.read(range, bytes).map_err(NotRead::Disk),
+                false => Err(NotRead::Unknown),
+            };
         }
         match self.disks.find(name) {
             Some(arrived) if arrived.is_here(range) => {
@@ -354,9 +359,11 @@ impl Images {
     /// Whether all pages of `range` can be read here without being fetched.
     pub(crate) fn has(&self, name: ImageName, range: PageRange) -> bool {
         let Some(image) = self.find(&self.inner(), name) else {
-            let lent = self.of_lent(name, |disk| disk.own(name, range));
-            return lent.is_some_and(|own| own.is_here(range))
-                || self.disks.find(name).is_some_and(|arrived| arrived.is_here(range));
+            let lent = self.lent_pages(name, |own| own.to_read());
+            return match lent.filter(ToRead::began_here) {
+                Some(own) => own.owned(range)[..] == [range] && own.is_here(range),
+                None => self.disks.find(name).is_some_and(|arrived| arrived.is_here(range)),
+            };
         };
         if !self.is_own(name) {
             return image.cache().presence().run(range) == (range, true);
@@ -381,7 +388,7 @@ impl Images {
             return None;
         }
         let runs =
-            self.of_lent(name, |disk| disk.pages(name).map(|_| disk.own_runs(name, range)))?;
+            self.lent_pages(name, |own| own.to_read()).filter(ToRead::began_here)?.owned(range);
         runs.into_iter().for_each(each);
         Some(())
     }

@@ -191,6 +191,11 @@ impl OwnPages for StoredLayer {
         true
     }
 
+    fn owned(&self, range: PageRange, found: &mut dyn FnMut(PageRange)) {
+        let written = self.map().runs(range).filter(|(_, state)| *state == PageState::Written);
+        written.for_each(|(run, _)| found(run));
+    }
+
     fn file(&self) -> Option<&Arc<File>> {
         Some(self.files.data())
     }

@@ -104,7 +104,7 @@ pub enum StoreError {
     #[error("`{}` {reason}", path.display())]
     Unread { path: PathBuf, reason: String },
     #[error(
-        "the disk {0} that it began with was in a stored snapshot, which is not in the store any more"
+        "the disk {0} that it began with is not here: it was in a stored snapshot, which is not in the store any more, or on another host"
     )]
     Base(ImageId),
     #[error(

@@ -348,15 +348,11 @@ impl HostDisks {
         Ok(file)
     }
 
-    /// Whether the host has its floor of free space beside that much.
-    ///
-    /// # Errors
-    /// [`io::ErrorKind::StorageFull`] if it has not.
-    pub fn check_free(&self, bytes: u64) -> io::Result<()> {
-        match self.arrived.free_bytes()? >= bytes {
-            true => Ok(()),
-            false => Err(io::ErrorKind::StorageFull.into()),
-        }
+    /// Whether the host has its floor of free space beside `bytes`. What comes `is_ahead` leaves as
+    /// much again, for what VMs write.
+    pub fn has_room(&self, bytes: u64, is_ahead: bool) -> bool {
+        let reserve = if is_ahead { FLOOR_BYTES } else { 0 };
+        self.arrived.free_bytes().is_ok_and(|free| free >= bytes.saturating_add(reserve))
     }
 
     /// With bounds for what all disks hold, and for those of each user.

@@ -38,6 +38,8 @@ pub(crate) enum ArrivalError {
     Open { name: ImageName, source: OpenError },
     #[error("it names no image")]
     Empty,
+    #[error("disk {name} has {found} bytes, that of the VM {size_bytes}")]
+    DiskSize { name: ImageName, found: u64, size_bytes: u64 },
     #[error("the VM has {specs} disks, {entries} came")]
     Disks { specs: usize, entries: usize },
     #[error("disk {name}")]
@@ -55,6 +57,8 @@ pub(crate) enum LendError {
     Table(#[from] TableError),
     #[error("what its disk lies on")]
     Disk(#[source] DiskError),
+    #[error("disk `{disk}` is scattered over too many layers or pieces to be sent")]
+    Scattered { disk: String },
     #[error("freeze a volume that VMs share")]
     Layer(#[source] LayerError),
 }

@@ -13,7 +13,7 @@ use vmfork_qemu::{Drives, Shape};
 
 use super::descriptor::{Descriptor, Order, Parent};
 use crate::arrivals::{Arrival, Arrivals};
-use crate::disks::{self, DiskEntry, Needs};
+use crate::disks::{self, DiskEntry, Keeper, Needs};
 use crate::error::{OrderError, RemoteForkError, StartError};
 use crate::images::{Entry, Images};
 use vmfork_fork::facts::{Facts, host};
@@ -106,11 +106,13 @@ async fn carry_out(
         Some(SetAside { grant, coming }) => (Some(grant), coming),
         None => (None, Vec::new()),
     };
-    let (mut contents, needs) =
+    let (mut contents, needs, keeper) =
         tokio::task::block_in_place(|| open_disks(&here, &order.facts, &disks))?;
     core.disks.count_on(order.parent.user, &mut contents);
     let (engine, arrival) =
         tokio::task::block_in_place(|| open(&here, &order, &images, &coming, needs))?;
+    // Whatever reads from the disks keeps what is lent, also after their VM.
+    let _first = keeper.set(Arc::<Arrival>::clone(&arrival));
     drop(coming);
     core.metrics.observe_stage(Stage::Arrive, began.elapsed());
 
@@ -223,7 +225,7 @@ fn open_disks(
     here: &Here<'_>,
     facts: &Facts,
     entries: &[DiskEntry],
-) -> Result<(Vec<DiskContent>, Needs), RemoteForkError> {
+) -> Result<(Vec<DiskContent>, Needs, Keeper), RemoteForkError> {
     let specs = facts.spec().disks().map(|(_, spec)| spec.clone()).collect();
     let own = |name| here.images.lent_owner(name);
     let (disks, source) = (&here.forker.core.disks, here.source);
