@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -62,10 +63,21 @@ def test_a_root_in_persistent_memory_is_the_images_and_needs_no_page_cache(
         wanted = _sums(block)
         assert _sums(vm) == wanted
         # The guest can't write to what all VMs share, but to its root.
-        for command in ("dd if=/dev/zero of=/dev/pmem0 bs=4096 count=1 conv=notrunc", "blockdev --setrw /dev/pmem0 && echo x > /dev/pmem0"):
+        file = daemon.state / "images" / image / "root.img"
+        before = hashlib.sha256(file.read_bytes()).hexdigest()
+        assert vm.exec("dd if=/dev/pmem0 of=/dev/null bs=4096 count=1", check=True).exit_code == 0
+        for command in (
+            "dd if=/dev/zero of=/dev/pmem0 bs=4096 count=1 conv=notrunc",
+            "blockdev --setrw /dev/pmem0; dd if=/dev/zero of=/dev/pmem0 bs=4096 count=1 oflag=direct conv=notrunc",
+        ):
             assert vm.exec(command).exit_code != 0
+        assert hashlib.sha256(file.read_bytes()).hexdigest() == before
         vm.exec("echo mine > /usr/lib/os-release && rm /usr/bin/awk && sync", check=True)
-        assert _sums(block) == wanted
+        assert vm.exec("cat /usr/lib/os-release", check=True).stdout_text == "mine\n"
+        # A fork by the block device alone has its own page cache and the same files.
+        (clone,) = block.fork(1).raise_for_errors()
+        assert clone.inspect().root_device == vmfork.RootDevice.BLOCK and _sums(clone) == wanted
+        clone.remove(force=True)
         # It takes 1/64 of the image's size, and no bounce buffers of 64 MiB.
         block_kib, pmem_kib = (int(one.exec(TOTAL, check=True).stdout_text) for one in (block, vm))
         assert 0 < block_kib - pmem_kib < 16 << 10

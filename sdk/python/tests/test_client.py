@@ -312,11 +312,14 @@ def test_disks_go_out_and_come_back(client: vmfork.Client, daemon: FakeDaemon) -
     ]
     (disk,) = vm.inspect().disks
     assert (disk.name, disk.device) == ("data", "/dev/vdb")
-    client.run("debian", name="big", root=vmfork.Root.OVERLAY, root_bytes=1 << 36)
+    device = vmfork.RootDevice.BLOCK
+    root = vmfork.Root.OVERLAY
+    client.run("debian", name="big", root=root, root_bytes=1 << 36, root_device=device)
     asked = daemon.asked[-1][3]
     assert (asked["root"], asked["root_bytes"]) == ("overlay", 1 << 36)
+    assert asked["root_device"] == "block"
     client.run("debian", name="bare")
-    assert not {"disks", "root", "root_bytes"} & set(daemon.asked[-1][3])
+    assert not {"disks", "root", "root_bytes", "root_device"} & set(daemon.asked[-1][3])
 
 
 def test_disks_of_a_host_are_listed_exported_resized_and_removed(

@@ -108,12 +108,14 @@ fn requests_carry_what_the_flags_say() {
         "overlay",
         "--root-size",
         "64M",
+        "--root-device",
+        "block",
     ]);
     assert_eq!((ran.code, ran.text().as_str()), (Some(0), "web\n"), "{ran:?}");
     assert!(ran.stderr.starts_with("`web` is ready after 3.10 s"), "{ran:?}");
     assert!(
         daemon.seen.has(
-            r#"run {"image":"debian","name":"web","memory_mib":2048,"cpus":2,"accel":"tcg","boot_timeout_ms":90000,"disks":[{"name":"data","source":{"type":"blank","size_bytes":1048576}}],"root":"overlay","root_bytes":67108864}"#
+            r#"run {"image":"debian","name":"web","memory_mib":2048,"cpus":2,"accel":"tcg","boot_timeout_ms":90000,"disks":[{"name":"data","source":{"type":"blank","size_bytes":1048576}}],"root":"overlay","root_bytes":67108864,"root_device":"block"}"#
         ),
         "{:?}",
         daemon.seen.requests

@@ -243,6 +243,19 @@ mod tests {
     }
 
     #[test]
+    fn a_root_in_persistent_memory_needs_no_bounce_buffers_in_low_memory() {
+        let spec = |pmem_bytes, memory_bytes| {
+            let drives = vec![DriveSpec::Root { blake3: "ab".to_owned(), pmem_bytes }];
+            MachineSpec { drives, ..vmfork_host::vm::Inherited::of_a_test(memory_bytes).spec }
+        };
+        assert_eq!(pmem_words(&spec(None, 1 << 30)), "");
+        let low = pmem_words(&spec(Some(4 << 20), 3 << 30));
+        assert_eq!(low, " vmfork.pmem=/dev/pmem0 swiotlb=noforce");
+        let high = pmem_words(&spec(Some(4 << 20), (3 << 30) + 1));
+        assert_eq!(high, " vmfork.pmem=/dev/pmem0");
+    }
+
+    #[test]
     fn the_root_of_a_stored_image_is_a_disk_that_its_vms_share() {
         let stored = serde_json::json!({"root_overlay": true, "root_stored": "kept"});
         let of = metadata(&stored);
