@@ -153,7 +153,10 @@ def test_a_volume_and_a_snapshot_of_a_clone_on_another_host(cluster: Cluster) ->
     first.volumes.create("kept", size_bytes=64 * MIB)
     disks = [vmfork.NewDisk.volume("kept", "kept"), vmfork.NewDisk.empty("late")]
     vm = first.run(cluster.image, name="keeper", memory_mib=128, disks=disks)
-    vm.exec("head -c 1M /dev/urandom > /dev/vdb; sync; head -c 1M /dev/vdb | sha256sum > /run/sum", check=True)
+    vm.exec("head -c 2M /dev/urandom > /dev/vdb; sync; head -c 1M /dev/vdb | sha256sum > /run/sum", check=True)
+    rest = "dd if=/dev/vdb bs=1M skip=1 count=1 | sha256sum"
+    wanted = vm.exec(rest, check=True).stdout_text
+    vm.exec("echo 3 > /proc/sys/vm/drop_caches", check=True)
     (clone,) = vm.fork(1, names=["other"], hosts=["h1"]).raise_for_errors()
     there = second.vm("other")
     same = "head -c 1M /dev/vdb | sha256sum | cmp - /run/sum"
@@ -168,6 +171,7 @@ def test_a_volume_and_a_snapshot_of_a_clone_on_another_host(cluster: Cluster) ->
     vm.remove(force=True)
     (again,) = second.snapshots.start("there", names=["again"]).raise_for_errors()
     assert _cold(again, "head -c 1M /dev/vdb | tr -d '\\0' | wc -c").strip() == "0"
+    assert _cold(again, rest) == wanted
     again.remove(force=True)
     second.snapshots.remove("there")
     first.volumes.remove("kept")

@@ -104,10 +104,12 @@ impl Arrival {
         let each = engines.iter().map(|engine| missing_bytes(engine.image()));
         let lack = each.sum::<Option<u64>>().filter(|_| !engines.is_empty());
         self.hydrate_disks();
-        if (lacks == Some(0) || lack == Some(0)) && self.disk_needs().are_here() {
+        let disk_needs = self.disk_needs();
+        if (lacks == Some(0) || lack == Some(0)) && disk_needs.are_here() {
             self.is_complete.store(true, Ordering::Relaxed);
             return;
         }
+        drop(disk_needs);
         let Some(lack) = lack else { return };
         let stands_still = self.lacked.swap(lack, Ordering::Relaxed) == lack;
         let rate = NonZeroU64::new(self.hydration.load(Ordering::Relaxed));
@@ -180,7 +182,8 @@ impl Arrivals {
         if let Some(known) = known.find(is_its) {
             set_aside.iter().for_each(|lease| lease.is_enough(0));
             if !disk_needs.are_here() {
-                known.disk_needs().add(disk_needs);
+                let mut needs = known.disk_needs();
+                needs.add(disk_needs);
                 known.is_complete.store(false, Ordering::Relaxed);
             }
             return Ok(known);

@@ -41,6 +41,8 @@ const PIECE_PAGES: u64 = 256;
 /// Most owners that a disk's table may name, and most runs that it may have.
 const OWNERS_MAX: usize = 1024;
 const RUNS_MAX: usize = 1 << 22;
+/// A refusal that comes within this time is one, and not a host that fails.
+const SOON: Duration = Duration::from_secs(1);
 /// How long what could not be fetched is left alone.
 const PAUSE: Duration = Duration::from_secs(2);
 
@@ -166,11 +168,17 @@ impl OwnPages for ArrivedPages {
 
     fn read(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {
         if !self.is_here(range) {
-            let window = self.window(range);
-            let brought = self.bring(window, false);
-            // The other host may not have the neighbours any more.
-            if brought.is_err() && window != range {
-                let _or_it_is_read_without_being_kept = self.bring(range, false);
+            let (window, began) = (self.window(range), Instant::now());
+            let mut brought = self.bring(window, false);
+            // The other host may not have the neighbours any more. It says so at once.
+            if brought.is_err() && window != range && began.elapsed() < SOON {
+                brought = self.bring(range, false);
+            }
+            // Without space it is read and not kept.
+            if let Err(error) = brought
+                && error.kind() != io::ErrorKind::StorageFull
+            {
+                return Err(error);
             }
         }
         self.image.read(range, bytes).map_err(io::Error::other)
@@ -226,7 +234,12 @@ impl Needs {
 
     /// These, too.
     pub(crate) fn add(&mut self, more: Self) {
-        self.0.extend(more.0);
+        for need in more.0 {
+            let is_same = |it: &Need| Arc::ptr_eq(&it.pages, &need.pages) && it.runs == need.runs;
+            if !self.0.iter().any(is_same) {
+                self.0.push(need);
+            }
+        }
     }
 
     /// What is not here, in pieces.
@@ -400,6 +413,11 @@ impl LentOwner<'_> {
         ToRead { own: Arc::clone(self.own), content: self.content.clone() }
     }
 
+    /// Whether it is this host's, and did not come from another.
+    pub(crate) fn began_here(&self) -> bool {
+        self.own.name_elsewhere().is_none()
+    }
+
     pub(crate) fn pages_of_it(&self) -> Arc<dyn OwnPages> {
         Arc::clone(self.own)
     }
@@ -538,6 +556,8 @@ impl Disks {
             Ok(Some(known))
         };
         if let Some(found) = self.find(name).map(known).transpose()?.flatten() {
+            // The host that lends it now may be asked, too.
+            let _asks_more_hosts = source(name, found.pages());
             return Ok(found);
         }
         // Finding a host and making a file take their time: not under the lock.

@@ -335,6 +335,44 @@ fn a_page_comes_without_its_neighbours_if_those_have_gone() {
 }
 
 #[test]
+fn a_later_disk_may_name_pages_beyond_those_of_earlier_ones() {
+    const SIZE: u64 = 2048 * PAGE_BYTES;
+    let (a, b) = (Host::new(1), Host::new(2));
+    let disk = |number, runs: &[PageRange]| {
+        let changes = runs.iter().map(|run| (*run, Source::Image(id(3 << 40))));
+        let table = PageTable::uniform(2048, Source::Zero).derive(changes).expect("within");
+        let layer = Layer(AtomicU8::new(3), PageRange::first(2048));
+        let own: Arc<dyn OwnPages> = Arc::new(layer);
+        let image = DiskImage::from_table(id(number), SIZE, table, [(id(3 << 40), own)].into());
+        DiskContent::from_elsewhere(spec(SIZE), image.expect("fits"))
+    };
+    let open = |content: &DiskContent| {
+        let opened = b.try_open(&a, &a.lend(content), vec![spec(SIZE)]);
+        opened.expect("opened").0.remove(0)
+    };
+    let first = open(&disk(100, &[range(0, 10)]));
+    assert_eq!(bytes(&first, range(0, 1)), [3]);
+    let second = open(&disk(101, &[range(0, 10), range(1500, 10)]));
+    assert_eq!(bytes(&second, range(1505, 1)), [3]);
+    assert_eq!(bytes(&second, range(5, 1)), [3]);
+    assert_eq!(bytes(&first, range(9, 2)), [3, 0]);
+}
+
+#[test]
+fn who_reads_from_a_disk_keeps_what_it_came_by() {
+    let (a, b) = (Host::new(1), Host::new(2));
+    let entries = a.lend(&disk(100, &[(3, range(0, 32))]));
+    let (contents, needs, keeper) = b.try_open(&a, &entries, vec![spec(SIZE)]).expect("opened");
+    let loan: Arc<dyn Debug + Send + Sync> = Arc::new(());
+    let told = Arc::downgrade(&loan);
+    keeper.set(loan).expect("once");
+    drop((needs, keeper));
+    assert!(told.strong_count() == 1 && b.images.held().len() == 1);
+    drop(contents);
+    assert!(told.strong_count() == 0 && b.images.held().is_empty());
+}
+
+#[test]
 fn what_does_not_fit_is_refused() {
     let (a, b) = (Host::new(1), Host::new(2));
     let entries = a.lend(&disk(100, &[(3, range(0, 32))]));

@@ -257,8 +257,10 @@ impl Images {
     /// What is lent of a disk's owner.
     fn lent_pages<T>(&self, name: ImageName, as_what: impl Fn(LentOwner<'_>) -> T) -> Option<T> {
         let inner = self.inner();
-        let mut disks = inner.loans.all_of(name).flat_map(|lent| &lent.disks);
-        disks.find_map(|disk| disk.owner(name)).map(as_what)
+        let disks = inner.loans.all_of(name).flat_map(|lent| &lent.disks);
+        // One loan may have the layer itself, and another what came of it from elsewhere.
+        let owner = disks.filter_map(|disk| disk.owner(name)).min_by_key(|own| !own.began_here());
+        owner.map(as_what)
     }
 
     /// The own pages of a disk of this host that is lent, or of what it lies on.
@@ -387,9 +389,9 @@ impl Images {
         if name.host != self.host {
             return None;
         }
-        let runs =
-            self.lent_pages(name, |own| own.to_read()).filter(ToRead::began_here)?.owned(range);
-        runs.into_iter().for_each(each);
+        let own = self.lent_pages(name, |own| own.to_read()).filter(ToRead::began_here)?;
+        let runs = own.owned(range).into_iter().filter(|run| own.is_here(*run));
+        runs.for_each(each);
         Some(())
     }
 

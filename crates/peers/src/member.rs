@@ -5,7 +5,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustls::ClientConfig;
 use rustls::pki_types::CertificateDer;
@@ -34,11 +34,16 @@ use super::transfer_estimate::Estimates;
 use crate::PageTransfer;
 use crate::error::ClusterError;
 use vmfork_host::error::chain;
+use vmfork_policy::transfer::bounds::PATIENCE;
 
 /// Where heartbeats are sent.
 pub(super) const HEARTBEAT: &str = "/cluster/v1/heartbeat";
 
 /// What goes with a heartbeat besides who is a member.
+/// How long hosts that fail are asked for pages of a disk. A VM that is stopped meanwhile waits for
+/// that, and QEMU must answer within 10 s.
+const DISK_PATIENCE: Duration = Duration::from_secs(3);
+
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Beat {
     pub(super) heartbeat: Heartbeat,
@@ -178,7 +183,17 @@ impl Member {
         pages: u64,
         first: HostId,
     ) -> Arc<dyn PageSource> {
-        self.sources.source(image, pages, first, &self.page_peers())
+        self.sources.source(image, pages, first, &self.page_peers(), PATIENCE)
+    }
+
+    /// The same for pages of a disk. QEMU waits for a read before it stops its VM, for a fork too.
+    pub(super) fn disk_source(
+        &self,
+        owner: ImageName,
+        pages: u64,
+        first: HostId,
+    ) -> Arc<dyn PageSource> {
+        self.sources.source(owner, pages, first, &self.page_peers(), DISK_PATIENCE)
     }
 
     /// What became of the pages that this host asked others for.

@@ -200,6 +200,7 @@ async fn clones(
             engines: &member.engines,
             arrivals: &member.arrivals,
             source: &|image, pages| member.source(image, pages, from),
+            disk_source: &|owner, pages| member.disk_source(owner, pages, from),
         };
         let had = member.guest_images.bring(&core, from, &mut descriptor.order, &given_up).await;
         let wanted = &descriptor.order;

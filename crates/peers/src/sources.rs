@@ -10,6 +10,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use vmfork_cluster::HostId;
 use vmfork_image::{ImageName, PageRange, PageSource};
@@ -54,13 +55,15 @@ impl Sources {
     }
 
     /// The source of an image of `pages` pages: the hosts of `members` that hold them.
-    /// `first`, which announced it, and the host that froze it may be asked for any page.
+    /// `first`, which announced it, and the host that froze it may be asked for any page. A read
+    /// fails after `patience` and a round through all that may be asked.
     pub(super) fn source(
         &self,
         image: ImageName,
         pages: u64,
         first: HostId,
         members: &[PagePeer],
+        patience: Duration,
     ) -> Arc<dyn PageSource> {
         let is_named = |host: HostId| host == first || host.get() == image.host;
         let mut named: Vec<_> = members.iter().filter(|(host, _)| is_named(*host)).collect();
@@ -87,6 +90,7 @@ impl Sources {
         known.swarm.set_members(swarm_members(image, members));
         known.swarm.heard(vmfork_transfer::HostId(first.get()), true);
         let source = PeerSource::new(image, Arc::clone(&known.holders))
+            .with_patience(patience)
             .with_counters(Arc::clone(&self.counters));
         let origin = members.iter().find(|(host, _)| host.get() == image.host);
         if is_unicast {

@@ -186,6 +186,11 @@ impl OwnPages for StoredDisk {
         runs.all(|(run, source)| self.layer(source).is_none_or(|layer| layer.is_hot(run)))
     }
 
+    fn owned(&self, range: PageRange, found: &mut dyn FnMut(PageRange)) {
+        let data = self.table.runs(range.intersect(&self.table.range()));
+        data.filter(|(_, source)| *source != Source::Zero).for_each(|(run, _)| found(run));
+    }
+
     fn read(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {
         let mut rest = bytes;
         for (run, source) in self.table.runs(range) {

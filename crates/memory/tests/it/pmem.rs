@@ -1,6 +1,8 @@
 //! Persistent memory: a file that a guest can read beside its RAM.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+
+use rustix::fs::{Mode, OFlags};
 
 use vmfork_memory::{PMEM_FILE_OFFSET, TapError, pmem_bytes};
 use vmfork_tap_proto::{BLOCK_BYTES, Role};
@@ -10,11 +12,18 @@ use crate::common::{FakeVm, clone_of, freeze, needs_userfaultfd};
 const RAM_PAGES: u64 = 4 * BLOCK_BYTES / 4096;
 const FILE_FIRST: u64 = PMEM_FILE_OFFSET / 4096;
 
-/// Two pages and a half.
-fn file(byte: u8) -> OwnedFd {
+/// Two pages and a half, which can be written.
+fn writable(byte: u8) -> OwnedFd {
     let file = rustix::fs::memfd_create("file", rustix::fs::MemfdFlags::CLOEXEC).expect("memfd");
     assert_eq!(rustix::io::write(&file, &[byte; 10_240]), Ok(10_240));
     file
+}
+
+/// The same, to be read.
+fn file(byte: u8) -> OwnedFd {
+    let writable = writable(byte);
+    let path = format!("/proc/self/fd/{}", writable.as_raw_fd());
+    rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).expect("a file")
 }
 
 fn start(role: Role) -> FakeVm {
@@ -61,6 +70,9 @@ fn what_does_not_fit_is_refused() {
     let refused = vm.memory().show_file(file.as_fd(), BLOCK_BYTES + 4096);
     assert!(matches!(refused, Err(TapError::Refused { .. })), "{refused:?}");
     vm.memory().show_file(file.as_fd(), BLOCK_BYTES).expect("just fits");
+    // A QEMU that was taken over could write to what all VMs read.
+    let refused = vm.memory().show_file(writable(1).as_fd(), 4096);
+    assert!(matches!(refused, Err(TapError::Refused { .. })), "{refused:?}");
     let engine = freeze(&mut vm, 16);
     let mut without = clone_of(&engine);
     let refused = without.memory().show_file(file.as_fd(), 4096);

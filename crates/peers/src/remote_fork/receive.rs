@@ -62,6 +62,8 @@ pub(crate) struct Here<'a> {
     pub(crate) arrivals: &'a Arrivals,
     /// The source of an image's pages, by its name and its number of pages.
     pub(crate) source: &'a (dyn Fn(ImageName, u64) -> Arc<dyn PageSource> + Sync),
+    /// The same, of the owner of a disk's pages.
+    pub(crate) disk_source: &'a (dyn Fn(ImageName, u64) -> Arc<dyn PageSource> + Sync),
 }
 
 /// Memory that this host reserved for an order before it came.
@@ -228,7 +230,7 @@ fn open_disks(
 ) -> Result<(Vec<DiskContent>, Needs, Keeper), RemoteForkError> {
     let specs = facts.spec().disks().map(|(_, spec)| spec.clone()).collect();
     let own = |name| here.images.lent_owner(name);
-    let (disks, source) = (&here.forker.core.disks, here.source);
+    let (disks, source) = (&here.forker.core.disks, here.disk_source);
     let opened = disks::open(here.images.disks(), disks, (specs, entries), own, source);
     Ok(opened.map_err(OrderError::from)?)
 }
