@@ -17,7 +17,7 @@ from harness.daemon import Daemon
 
 MIB = 1 << 20
 
-#: Sums of many files, most of which no program has read before.
+#: Sums of 400 files. Programs have read few of them before.
 SUMS = "find /usr/lib /usr/share /etc -type f -size -600k | sort | head -n 400 | xargs sha256sum | sha256sum"
 #: In KiB.
 CACHED = "awk '/^Cached:/ {print $2}' /proc/meminfo"

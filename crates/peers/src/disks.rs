@@ -24,12 +24,10 @@ use vmfork_disk::{DiskImage, OwnPages};
 use vmfork_engine::{HostImage, StoredRun};
 use vmfork_host::disks::{DiskContent, DiskSpec, HostDisks};
 use vmfork_host::error::chain;
-use vmfork_image::BLOCK_PAGES;
 use vmfork_image::wire::{self, Limits};
 use vmfork_image::{
-    ImageId, ImageName, PAGE_BYTES, PageIdx, PageRange, PageSource, PageTable, Source,
+    BLOCK_PAGES, ImageId, ImageName, PAGE_BYTES, PageIdx, PageRange, PageSource, PageTable, Source,
 };
-
 use vmfork_policy::Rate;
 
 use crate::error::{ArrivalError, LendError};
@@ -283,7 +281,15 @@ pub(crate) fn hydrate<H: Hydrated>(of: &Arc<H>) -> io::Result<()> {
     let of = Arc::downgrade(of);
     let thread = std::thread::Builder::new().name("disk-hydrate".to_owned());
     let started = thread.spawn(move || {
-        while hydrate_once(&of) {
+        let mut failures = 0_u64;
+        while let Err(error) = hydrate_once(&of) {
+            if failures == 0 {
+                tracing::warn!(
+                    error = chain(&error),
+                    "another host's disks do not come; trying on"
+                );
+            }
+            failures += 1;
             std::thread::park_timeout(PAUSE);
         }
         of.upgrade().inspect(|of| of.over());
@@ -291,28 +297,28 @@ pub(crate) fn hydrate<H: Hydrated>(of: &Arc<H>) -> io::Result<()> {
     started.map(drop)
 }
 
-/// All that is missing, as far as it can be had now. → whether some still is.
-fn hydrate_once<H: Hydrated>(of: &Weak<H>) -> bool {
-    let Some(missing) = of.upgrade().map(|of| of.missing()) else { return false };
-    let Some(rate) = of.upgrade().and_then(|of| of.rate()) else { return false };
+/// Fetch what is missing now, as far as some host gives it.
+///
+/// # Errors
+/// The last failure: some is still missing.
+fn hydrate_once<H: Hydrated>(of: &Weak<H>) -> io::Result<()> {
+    let now = of.upgrade().and_then(|of| Some((of.missing(), of.rate()?)));
+    let Some((missing, rate)) = now else { return Ok(()) };
     let (began, burst) = (Instant::now(), PageRange::first(PIECE_PAGES).byte_len());
-    let (mut rate, mut failed) = (Rate::new(rate, burst), None);
+    let (mut rate, mut outcome) = (Rate::new(rate, burst), Ok(()));
     for (pages, piece) in missing {
         if of.strong_count() == 0 {
-            return false;
+            return Ok(());
         }
         if let Err(error) = pages.bring(piece, true) {
             tracing::debug!(name = %pages.name, %piece, %error, "hydrate");
-            failed = Some(error);
+            outcome = Err(error);
         }
         rate.spend(began.elapsed(), piece.byte_len());
         let due = rate.ready_at(piece.byte_len());
         std::thread::park_timeout(due.saturating_sub(began.elapsed()).min(PAUSE));
     }
-    if let Some(error) = &failed {
-        tracing::warn!(error = chain(error), "not all of another host's disks has come yet");
-    }
-    failed.is_some()
+    outcome
 }
 
 /// Of this host.
@@ -390,51 +396,34 @@ impl LentDisk {
     }
 
     /// The own pages of an owner.
-    pub(crate) fn owner(&self, name: ImageName) -> Option<LentOwner<'_>> {
-        self.owners.get(&name).map(|own| LentOwner { own, content: &self.content })
+    pub(crate) fn owner(&self, name: ImageName) -> Option<LentPages> {
+        let own = self.owners.get(&name).cloned()?;
+        Some(LentPages { own, content: self.content.clone() })
     }
 }
 
-/// Pages of a disk that is lent.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct LentOwner<'a> {
-    own: &'a Arc<dyn OwnPages>,
-    content: &'a DiskContent,
+/// Pages of a disk that is lent, to be read outside any lock.
+#[derive(Debug)]
+pub(crate) struct LentPages {
+    own: Arc<dyn OwnPages>,
+    content: DiskContent,
 }
 
-impl LentOwner<'_> {
+impl LentPages {
     /// How many pages the disk has.
     pub(crate) fn pages(&self) -> u64 {
         self.content.image.size_bytes().div_ceil(PAGE_BYTES)
     }
 
-    /// To be read outside any lock.
-    pub(crate) fn to_read(self) -> ToRead {
-        ToRead { own: Arc::clone(self.own), content: self.content.clone() }
+    /// For a disk on this host.
+    pub(crate) fn into_owner(self) -> Arc<dyn OwnPages> {
+        self.own
     }
 
-    /// Whether it is this host's, and did not come from another.
-    pub(crate) fn began_here(&self) -> bool {
-        self.own.name_elsewhere().is_none()
-    }
-
-    pub(crate) fn pages_of_it(&self) -> Arc<dyn OwnPages> {
-        Arc::clone(self.own)
-    }
-}
-
-/// The same, outside any lock.
-#[derive(Debug)]
-pub(crate) struct ToRead {
-    own: Arc<dyn OwnPages>,
-    content: DiskContent,
-}
-
-impl ToRead {
     /// The pages of `range` that are its own. It may have others that no disk here names.
     pub(crate) fn owned(&self, range: PageRange) -> Vec<PageRange> {
-        let (mut runs, all) = (Vec::<PageRange>::new(), self.content.image.size_bytes());
-        let within = range.intersect(&PageRange::first(all.div_ceil(PAGE_BYTES)));
+        let mut runs = Vec::<PageRange>::new();
+        let within = range.intersect(&PageRange::first(self.pages()));
         self.own.owned(within, &mut |run| match runs.last_mut() {
             Some(last) if last.end() == run.start() => {
                 let joined = PageRange::new(last.start(), last.len() + run.len());
@@ -449,7 +438,8 @@ impl ToRead {
         self.own.is_here(range)
     }
 
-    /// Whether it may be waited for: what came from another host is asked of that one.
+    /// Whether it is this host's, and may be waited for. What came from another host is asked of
+    /// that one.
     pub(crate) fn began_here(&self) -> bool {
         self.own.name_elsewhere().is_none()
     }
@@ -531,7 +521,7 @@ pub(crate) fn open(
 }
 
 impl Disks {
-    /// Pages of an owner, of which a disk names `runs`.
+    /// The pages of one owner. A disk names `runs` of them.
     fn arrive(
         &self,
         (name, id): (ImageName, ImageId),

@@ -3,6 +3,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8};
 use vmfork_api::Durability;
 use vmfork_disk::Lower;
 use vmfork_engine::{Engine, EngineOptions};
+use vmfork_host::vm::WorkingSet;
 use vmfork_image::Origin;
 
 use super::*;
@@ -68,6 +69,8 @@ struct Host {
     images: Arc<Images>,
     disks: Arc<HostDisks>,
     asked: Arc<AtomicU64>,
+    /// What other hosts ask for of the memory of its VMs.
+    working_set: Arc<WorkingSet>,
     _folder: tempfile::TempDir,
 }
 
@@ -78,7 +81,13 @@ impl Host {
         std::fs::create_dir(&sockets).expect("made");
         let disks = HostDisks::open(&folder.path().join("disks"), sockets).expect("room");
         let images = Arc::new(Images::new(number, 1));
-        Self { images, disks: Arc::new(disks), asked: Arc::default(), _folder: folder }
+        Self {
+            images,
+            disks: Arc::new(disks),
+            asked: Arc::default(),
+            working_set: Arc::default(),
+            _folder: folder,
+        }
     }
 
     /// Lends a disk beside the memory of a VM.
@@ -88,7 +97,7 @@ impl Host {
         let memory = HostImage::stored(next, 512, [], None, Arc::new(Nothing)).expect("room");
         let engine = Engine::serve(memory, &EngineOptions::default(), Arc::new(|_| ()));
         let engine = Arc::new(engine.expect("an engine"));
-        let of = Lender::new(None, Arc::default());
+        let of = Lender::new(None, Arc::clone(&self.working_set));
         let contents = std::slice::from_ref(content);
         let (_, entries, sending) =
             self.images.lend(Instant::now(), &engine, contents, of).expect("complete");
@@ -144,7 +153,7 @@ fn spec(size_bytes: u64) -> DiskSpec {
     DiskSpec { name, size_bytes, durability, volume, empty, read_only }
 }
 
-/// A disk of which these pages are of these owners, each of which has its number in all of them.
+/// A disk whose pages have these owners. All bytes of an owner are its number.
 fn disk(number: u64, owners: &[(u8, PageRange)]) -> DiskContent {
     let table = PageTable::uniform(PAGES, Source::Zero);
     let runs = owners.iter().map(|(owner, run)| (*run, Source::Image(id(u64::from(*owner) << 40))));
@@ -216,7 +225,7 @@ fn a_host_lends_on_what_it_has_and_a_disk_that_comes_home_is_read_there() {
 
 #[test]
 fn pages_that_are_not_an_owners_are_not_given() {
-    let (a, _) = (Host::new(1), ());
+    let a = Host::new(1);
     a.lend(&disk(100, &[(3, range(0, 32)), (5, range(32, 4))]));
     let name = |owner: u64| ImageName { host: 1, image: owner << 40 };
     let mut bytes = vec![0; 8 * 4096];
@@ -231,6 +240,7 @@ fn pages_that_are_not_an_owners_are_not_given() {
         Some((PAGES, true))
     );
     assert!(a.images.asked(name(6), range(0, 8), true).is_none());
+    assert!(a.working_set.runs().is_empty(), "those are no pages of memory");
 }
 
 #[test]

@@ -17,7 +17,7 @@ use vmfork_image::{BLOCK_PAGES, ImageId, ImageName, PageRange, PageSource, PageT
 use vmfork_transfer::Wanted;
 
 use super::arrivals::Arrival;
-use super::disks::{DiskEntry, Disks, LentDisk, LentOwner, ToRead};
+use super::disks::{DiskEntry, Disks, LentDisk, LentPages};
 use super::error::{ArrivalError, LendError};
 use super::loans::Loans;
 use vmfork_disk::OwnPages;
@@ -255,18 +255,16 @@ impl Images {
     }
 
     /// What is lent of a disk's owner.
-    fn lent_pages<T>(&self, name: ImageName, as_what: impl Fn(LentOwner<'_>) -> T) -> Option<T> {
+    fn lent_pages(&self, name: ImageName) -> Option<LentPages> {
         let inner = self.inner();
         let disks = inner.loans.all_of(name).flat_map(|lent| &lent.disks);
         // One loan may have the layer itself, and another what came of it from elsewhere.
-        let owner = disks.filter_map(|disk| disk.owner(name)).min_by_key(|own| !own.began_here());
-        owner.map(as_what)
+        disks.filter_map(|disk| disk.owner(name)).min_by_key(|own| !own.began_here())
     }
 
     /// The own pages of a disk of this host that is lent, or of what it lies on.
     pub(crate) fn lent_owner(&self, name: ImageName) -> Option<Arc<dyn OwnPages>> {
-        let own = self.lent_pages(name, |own| own.pages_of_it())?;
-        own.name_elsewhere().is_none().then_some(own)
+        self.lent_pages(name).filter(LentPages::began_here).map(LentPages::into_owner)
     }
 
     /// An image of another host that is open here.
@@ -298,7 +296,7 @@ impl Images {
         drop(inner);
         // Layers of disks outlive a daemon.
         let is_own = name.host == self.host;
-        let pages = self.lent_pages(name, |own| own.pages());
+        let pages = self.lent_pages(name).map(|own| own.pages());
         let pages = pages.or_else(|| self.disks.find(name).map(|arrived| arrived.pages()))?;
         Some(Wanted { pages, is_own })
     }
@@ -342,8 +340,8 @@ impl Images {
         range: PageRange,
         bytes: &mut [u8],
     ) -> Result<(), NotRead> {
-        let lent = self.lent_pages(name, |own| own.to_read());
-        if let Some(own) = lent.filter(ToRead::began_here) {
+        let lent = self.lent_pages(name);
+        if let Some(own) = lent.filter(LentPages::began_here) {
             return match own.owned(range)[..] == [range] {
                 true => own.read(range, bytes).map_err(NotRead::Disk),
                 false => Err(NotRead::Unknown),
@@ -361,8 +359,8 @@ impl Images {
     /// Whether all pages of `range` can be read here without being fetched.
     pub(crate) fn has(&self, name: ImageName, range: PageRange) -> bool {
         let Some(image) = self.find(&self.inner(), name) else {
-            let lent = self.lent_pages(name, |own| own.to_read());
-            return match lent.filter(ToRead::began_here) {
+            let lent = self.lent_pages(name);
+            return match lent.filter(LentPages::began_here) {
                 Some(own) => own.owned(range)[..] == [range] && own.is_here(range),
                 None => self.disks.find(name).is_some_and(|arrived| arrived.is_here(range)),
             };
@@ -389,7 +387,7 @@ impl Images {
         if name.host != self.host {
             return None;
         }
-        let own = self.lent_pages(name, |own| own.to_read()).filter(ToRead::began_here)?;
+        let own = self.lent_pages(name).filter(LentPages::began_here)?;
         let runs = own.owned(range).into_iter().filter(|run| own.is_here(*run));
         runs.for_each(each);
         Some(())

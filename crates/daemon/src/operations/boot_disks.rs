@@ -24,7 +24,7 @@ use vmfork_snapshots::guest_images::ROOT_DISK;
 use super::error::RunError;
 
 /// The name of the disk that is a stored image's root.
-pub(super) const IMAGE_NAME: &str = "image";
+const IMAGE_NAME: &str = "image";
 
 /// What a VM is to have.
 #[derive(Debug)]
@@ -52,6 +52,12 @@ pub(super) fn drives(
     let root = root.map(|blake3| DriveSpec::Root { blake3: blake3.to_owned(), pmem_bytes });
     let disks = disks.iter().map(|disk| DriveSpec::Disk(disk.spec.clone()));
     root.into_iter().chain(disks).collect()
+}
+
+/// Whether the root of a VM with this machine is a stored image's, which VMs share.
+pub(super) fn shares_stored_root(spec: &MachineSpec) -> bool {
+    let first = spec.disks().next().filter(|(number, _)| *number == 0);
+    first.is_some_and(|(_, disk)| disk.name == IMAGE_NAME && disk.read_only)
 }
 
 /// Whether VMs of an image can have such a root.

@@ -262,9 +262,7 @@ impl<'a> Start<'a> {
 fn root_of(spec: &MachineSpec) -> Option<RootDisk> {
     let (_, disk) = spec.disks().find(|(_, disk)| disk.name == ROOT_NAME)?;
     let size_bytes = disk.size_bytes;
-    let first = spec.disks().next().map(|(_, disk)| disk);
-    let image = first.is_some_and(|disk| disk.name == boot_disks::IMAGE_NAME && disk.read_only);
-    Some(match image || spec.root_blake3().is_some() {
+    Some(match boot_disks::shares_stored_root(spec) || spec.root_blake3().is_some() {
         true => RootDisk::Overlay { size_bytes },
         false => RootDisk::Whole { size_bytes: Some(size_bytes) },
     })
