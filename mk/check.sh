@@ -4,7 +4,7 @@
 
 planes() {
 	# The data plane is threads and fds: no async runtime may come in through a dependency.
-	for crate in image policy engine disk memory store transfer multicast tap agent holder; do
+	for crate in image policy nbd engine disk memory store transfer multicast tap agent holder; do
 		tree=$(cargo tree --quiet -p "vmfork-$crate" -e normal --prefix none)
 		if printf '%s\n' "$tree" | grep -q '^tokio '; then
 			die "vmfork-$crate reaches tokio" "cargo tree -p vmfork-$crate -i tokio"

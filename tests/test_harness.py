@@ -151,7 +151,9 @@ def test_a_killed_daemon_leaves_its_holder_to_its_own_close(make_daemon: Callabl
     holder = ours.holder()
     assert holder is not None and holder.is_alive()
     assert holder.pid not in {one.pid for one in leftovers.processes_of(ours.state)}
-    assert f"holder {ours.holder()}" in ours.left_behind(0.2)
+    # Whether it runs or sleeps may change meanwhile.
+    named = f"holder {holder.pid} (vmfork-holder, "
+    assert any(left.startswith(named) for left in ours.left_behind(0.2))
     neighbour.close()
     assert holder.is_alive(), "it is no neighbour's"
     ours.close()

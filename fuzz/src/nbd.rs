@@ -1,6 +1,6 @@
 //! What QEMU says to the server of its disks.
 
-use vmfork_disk::nbd::{
+use vmfork_nbd::{
     Agreed, BLOCK_BYTES_MAX, Command, Export, Extent, Handshake, NbdError, OPTION_BYTES_MAX, Out,
     REQUEST_BYTES, Replies, Request, Span, Step,
 };

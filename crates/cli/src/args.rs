@@ -491,6 +491,24 @@ pub(crate) enum RawImage {
         /// s3://BUCKET/PREFIX, or a folder on the daemon's host
         location: String,
     },
+    /// Show an image's root to other programs: a file in a folder, an NBD socket, or both
+    ///
+    /// It lasts until Ctrl-C. Programs read what they need while the rest still arrives.
+    Serve {
+        image: String,
+        /// An empty folder; the file in it is IMAGE.img. It takes the right to mount
+        #[arg(value_name = "DIR", required_unless_present = "nbd")]
+        folder: Option<PathBuf>,
+        /// A unix socket to make; clients of any export name get the image
+        #[arg(long, value_name = "SOCKET")]
+        nbd: Option<PathBuf>,
+        /// Programs can write to it; what they wrote is gone when this command ends
+        #[arg(long)]
+        writable: bool,
+        /// All users of this host can use the file
+        #[arg(long, requires = "folder")]
+        allow_other: bool,
+    },
     /// Copy an image from a store; VMs can boot before its root file system arrives
     Pull {
         image: String,

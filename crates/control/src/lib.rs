@@ -3,6 +3,7 @@
 //! Promises nothing by itself: a host implements [`Control`], and REST turns requests into its
 //! calls. Neither knows the other.
 
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -43,6 +44,14 @@ pub trait Control: SnapshotControl + DiskControl + VolumeControl {
         request: TransferRequest,
     ) -> Answer<'a, TransferReply>;
     fn pull_image<'a>(&'a self, name: &'a str, request: TransferRequest) -> Answer<'a, Image>;
+    /// What an image's root holds, for one client, who speaks NBD on the socket. `writable`: what
+    /// it writes lasts until it closes that. `user` as in [`Control::run`].
+    fn serve_image<'a>(
+        &'a self,
+        user: User,
+        name: &'a str,
+        writable: bool,
+    ) -> Answer<'a, UnixStream>;
     /// `all`: the ended ones too.
     fn vms(&self, all: bool) -> Answer<'_, Vec<Vm>>;
     fn tree(&self) -> Answer<'_, Vec<TreeNode>>;

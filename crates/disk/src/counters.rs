@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use crate::nbd::Command;
+use vmfork_nbd::Command;
 
 /// A number that only grows.
 #[derive(Debug, Default)]

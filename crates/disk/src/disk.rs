@@ -27,7 +27,7 @@ use crate::counters::{DiskCounters, DiskCounts};
 use crate::image::DiskImage;
 use crate::layer::{LayerError, PageState, StoredLayer};
 use crate::lower::{Lower, OwnPages, split_mut};
-use crate::nbd::{Extent, FilePart, Span};
+use vmfork_nbd::{Extent, FilePart, Span};
 
 /// Pages that a trim decides on together.
 const STRETCH: u64 = crate::layer::CHUNK_PAGES;

@@ -435,7 +435,7 @@ impl OwnPages for Broken {
 #[test]
 fn a_request_that_failed_says_why_and_at_which_page_for_a_while() {
     use crate::export::{DiskExport, Durability};
-    use crate::nbd::Target;
+    use vmfork_nbd::Target;
     let (_folder, store) = store();
     let id = ImageId::new(77).expect("not 0");
     let table = PageTable::uniform(64, Source::Image(id));

@@ -10,7 +10,7 @@ use vmfork_image::PageIdx;
 
 use crate::counters::Operation;
 use crate::disk::Disk;
-use crate::nbd::{Command, Export, Extent, FilePart, NbdError, Span, Target};
+use vmfork_nbd::{Command, Export, Extent, FilePart, NbdError, Span, Target};
 
 /// What "durable" means to a guest.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

@@ -16,7 +16,7 @@ fn layer(store: &DiskStore, on: &DiskImage) -> Arc<StoredLayer> {
     let (name, vm) = ("data".to_owned(), "a".to_owned());
     let spec = DiskSpec { name, vm, size_bytes: on.size_bytes(), set: DiskSet::new(None) };
     let disk = store.create(&spec, on).expect("a disk");
-    let span = |page: u64, pages: u32| crate::nbd::Span {
+    let span = |page: u64, pages: u32| vmfork_nbd::Span {
         offset_bytes: page * 4096,
         len_bytes: pages * 4096,
     };

@@ -23,7 +23,7 @@ mod image;
 pub mod layer;
 mod lower;
 mod merging;
-pub mod nbd;
+
 mod raw;
 mod server;
 mod space;

@@ -31,7 +31,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::counters::Counter;
 use crate::export::DiskExport;
-use crate::nbd::{Export, Exports, Pulse, ServeError, Target, serve};
+use vmfork_nbd::{Export, Exports, Pulse, ServeError, Target, serve};
 
 /// Most connections of a VM at a time: QEMU has one per disk, and as many while it connects again.
 const CONNECTIONS_MAX: usize = 64;

@@ -85,7 +85,7 @@ fn write(socket: &mut UnixStream, byte: u8) -> io::Result<()> {
 
 fn first(disk: &Disk) -> u8 {
     let mut bytes = [0; 512];
-    let span = crate::nbd::Span { offset_bytes: 0, len_bytes: 512 };
+    let span = vmfork_nbd::Span { offset_bytes: 0, len_bytes: 512 };
     disk.read(span, &mut bytes).expect("read");
     bytes[0]
 }

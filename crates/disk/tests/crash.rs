@@ -9,7 +9,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use vmfork_disk::{Disk, DiskImage, DiskSet, DiskSpec, DiskStore, StoreOptions, nbd::Span};
+use vmfork_disk::{Disk, DiskImage, DiskSet, DiskSpec, DiskStore, StoreOptions};
+use vmfork_nbd::Span;
 
 const FOLDER: &str = "VMFORK_DISK_TEST_FOLDER";
 const PAGES: u64 = 256;

@@ -8,7 +8,8 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::Instant;
 
-use vmfork_disk::{DiskImage, DiskSet, DiskSpec, DiskStore, StoreOptions, nbd::Span};
+use vmfork_disk::{DiskImage, DiskSet, DiskSpec, DiskStore, StoreOptions};
+use vmfork_nbd::Span;
 
 const SIZE: u64 = 1 << 30;
 const FREEZES: u64 = 10_000;

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use support::disks::{PAGE_BYTES, SECTOR_BYTES, TestDisk};
 use support::{Counter, SOON, binary, boot_sector, clone, memfd, unprivileged};
-use vmfork_disk::nbd::Span;
+use vmfork_nbd::Span;
 use vmfork_qemu::qmp::{IoError, IoOperation, RunState, reopen_from_start};
 use vmfork_qemu::{
     Accel, Binary, Boot, DriveContent, DriveSlot, Drives, GuestKind, Launch, Qemu, QmpError, Shape,

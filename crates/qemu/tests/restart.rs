@@ -28,11 +28,11 @@ use std::time::{Duration, Instant};
 
 use support::disks::PAGE_BYTES;
 use support::{Counter, SOON, binary, boot_sector, millis, spread, unprivileged};
-use vmfork_disk::nbd::Span;
 use vmfork_disk::{
     Disk, DiskExport, DiskImage, DiskServer, DiskSet, DiskSpec, DiskStore, Durability, StoreOptions,
 };
 use vmfork_holder::{Kind, Name, Owner};
+use vmfork_nbd::Span;
 use vmfork_qemu::{
     Accel, Boot, DriveContent, DriveSlot, Drives, GuestKind, Launch, NbdSocket, Qemu, Shape, spawn,
 };

@@ -5,13 +5,13 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use vmfork_disk::nbd::Span;
 use vmfork_disk::{DiskSet, DiskSpec as NewDisk, DiskStore, Lower, StoreOptions};
 use vmfork_fork::facts::Facts;
 use vmfork_host::disks::{DiskSpec, StoredBases};
 use vmfork_host::testing::{Host, SOON};
 use vmfork_host::vm::DriveSpec;
 use vmfork_image::{PAGE_BYTES, PageIdx, PageRange};
+use vmfork_nbd::Span;
 use vmfork_store::{BaseRef, Compression, Descriptor, Draft, Extent, ImageDraft, Role, Work};
 
 use super::image_id;

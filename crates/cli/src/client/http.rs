@@ -46,6 +46,10 @@ impl Query {
         Self(path.into())
     }
 
+    pub(crate) fn as_str(&self) -> &str {
+        &self.0
+    }
+
     pub(crate) fn with(mut self, key: &str, value: &str) -> Self {
         self.0.push(if self.0.contains('?') { '&' } else { '?' });
         self.0.push_str(key);
@@ -106,14 +110,27 @@ impl Answer {
     }
 
     async fn collect(self) -> anyhow::Result<Bytes> {
-        let body = Limited::new(self.response.into_body(), DOCUMENT_BYTES_MAX);
-        match timeout(QUICK, body.collect()).await {
-            Ok(Ok(body)) => Ok(body.to_bytes()),
-            Ok(Err(error)) => Err(anyhow!("read the reply of the daemon: {error}")),
-            Err(_) => {
-                Err(anyhow!("the daemon did not complete its reply within {} s", QUICK.as_secs()))
-            }
+        collect(self.response.into_body()).await
+    }
+}
+
+async fn collect(body: Incoming) -> anyhow::Result<Bytes> {
+    let body = Limited::new(body, DOCUMENT_BYTES_MAX);
+    match timeout(QUICK, body.collect()).await {
+        Ok(Ok(body)) => Ok(body.to_bytes()),
+        Ok(Err(error)) => Err(anyhow!("read the reply of the daemon: {error}")),
+        Err(_) => {
+            Err(anyhow!("the daemon did not complete its reply within {} s", QUICK.as_secs()))
         }
+    }
+}
+
+/// The error in a reply that is one.
+pub(super) async fn failed(response: Response<Incoming>) -> anyhow::Error {
+    let status = response.status();
+    match collect(response.into_body()).await {
+        Ok(body) => api_error(status, &body).into(),
+        Err(error) => error,
     }
 }
 

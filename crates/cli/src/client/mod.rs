@@ -7,6 +7,7 @@
 mod connect;
 mod exec;
 mod http;
+mod nbd;
 mod socket;
 
 pub(crate) use connect::{ConnectError, Stream, connect, find, find_now};

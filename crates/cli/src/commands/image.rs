@@ -10,6 +10,7 @@ use vmfork_guest_image::{
     Artifacts, BuildOptions, Cancel, Metadata, Progress, Stage, Store, build, import,
 };
 
+use super::serve;
 use super::stores::{placed, push};
 use super::{for_each, kill};
 use crate::client::{Client, ConnectError, Query, WHOLE, find, unreachable};
@@ -54,6 +55,7 @@ pub(super) async fn run(global: &Global, action: ImageAction) -> anyhow::Result<
             let query = Query::new(format!("/v1/images/{name}/push"));
             push(global, query, &name, &location).await
         }
+        ImageAction::Serve(config) => serve::run(global, config).await,
         ImageAction::Pull { name, location, wait } => pull(global, &name, &location, wait).await,
     }
 }

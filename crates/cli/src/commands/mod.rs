@@ -21,6 +21,7 @@ mod pause;
 mod ps;
 mod rm;
 mod run;
+mod serve;
 mod snapshot;
 mod stores;
 mod streams;

@@ -30,6 +30,17 @@ pub(crate) enum ImageAction {
         location: String,
         wait: bool,
     },
+    Serve(ServeConfig),
+}
+
+/// Where an image is shown.
+#[derive(Debug)]
+pub(crate) struct ServeConfig {
+    pub(crate) image: String,
+    pub(crate) folder: Option<PathBuf>,
+    pub(crate) socket: Option<PathBuf>,
+    pub(crate) writable: bool,
+    pub(crate) allow_other: bool,
 }
 
 #[derive(Debug)]
@@ -82,6 +93,10 @@ impl ImageAction {
             }
             RawImage::Pull { image, location, wait } => {
                 Self::Pull { name: name(image)?, location: value::location(location)?, wait }
+            }
+            RawImage::Serve { image, folder, nbd: socket, writable, allow_other } => {
+                let image = name(image)?;
+                Self::Serve(ServeConfig { image, folder, socket, writable, allow_other })
             }
         })
     }

@@ -19,7 +19,7 @@ pub(crate) use command::{
 pub(crate) use disk::{DiskAction, DiskName};
 pub(crate) use events::EventsConfig;
 pub(crate) use global::{Endpoint, Environment, Global};
-pub(crate) use image::{BuildConfig, ImageAction, ImportConfig};
+pub(crate) use image::{BuildConfig, ImageAction, ImportConfig, ServeConfig};
 pub(crate) use run::{BootConfig, RunConfig, StartConfig};
 pub(crate) use snapshot::SnapshotAction;
 pub(crate) use volume::VolumeAction;

@@ -152,6 +152,18 @@ pub(super) async fn contents(core: &Core, wanted: &Wanted) -> Result<Vec<DiskCon
     Ok(contents)
 }
 
+/// What an image's root holds.
+///
+/// # Errors
+/// It has none, or can't be had.
+pub(super) async fn root_content(core: &Core, image: &str) -> Result<DiskContent, RunError> {
+    let source = resolved(core, DiskSource::Image { image: image.to_owned() });
+    let disk = NewDisk { name: ROOT_NAME.to_owned(), source };
+    let contents = core.disks.contents(&[disk], |image| root_of(core, image)).await?;
+    let none = || DiskError::NoRoot { image: image.to_owned() };
+    Ok(contents.into_iter().next().ok_or_else(none)?)
+}
+
 /// Above so much memory devices may not reach all of it, and Linux needs its bounce buffers.
 const ALL_LOW_BYTES: u64 = 3 << 30;
 

@@ -1,5 +1,6 @@
 //! [`Control`] on the real host.
 
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,7 +16,7 @@ use vmfork_guest_image::{Metadata, StoreError};
 use vmfork_qemu::probe;
 
 use super::error::ControlError;
-use super::{Hub, boot, root_device};
+use super::{Hub, boot, boot_disks, root_device};
 use vmfork_control::{Answer, ConsoleSession, Control, Events, ExecSession, FileStream, Killed};
 use vmfork_fork;
 use vmfork_host::error::chain;
@@ -122,6 +123,24 @@ impl Control for Hub {
             }
             self.library.forget_unneeded().await;
             Ok(())
+        }
+        .boxed()
+    }
+
+    fn serve_image<'a>(
+        &'a self,
+        user: User,
+        name: &'a str,
+        writable: bool,
+    ) -> Answer<'a, UnixStream> {
+        async move {
+            let message = || format!("serve image `{name}`");
+            let content = boot_disks::root_content(&self.core, name).await;
+            let mut content = content.map_err(|error| error.to_body(message()))?;
+            content.spec.read_only = !writable;
+            self.core.disks.count_on(user, std::slice::from_mut(&mut content));
+            let name = name.to_owned();
+            self.on_disks(message(), move |disks| disks.serve_client(&name, &content)).await
         }
         .boxed()
     }

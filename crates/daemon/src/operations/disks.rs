@@ -60,7 +60,7 @@ impl DiskControl for Hub {
 
 impl Hub {
     /// On a thread that may wait for files.
-    async fn on_disks<T: Send + 'static>(
+    pub(super) async fn on_disks<T: Send + 'static>(
         &self,
         message: String,
         what: impl FnOnce(&HostDisks) -> Result<T, DiskError> + Send + 'static,

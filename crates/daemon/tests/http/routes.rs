@@ -2,6 +2,7 @@
 
 use http_body_util::BodyExt;
 use serde_json::json;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::time::timeout;
 use tokio_tungstenite::tungstenite::Message;
 
@@ -160,5 +161,40 @@ async fn labels_that_can_not_be_are_refused() {
         reply.refused(400, ErrorCode::BadRequest, "not what this route takes");
         let reply = daemon.post("/v1/vms/web/fork", &json!({"count": 1, "labels": labels})).await;
         reply.refused(400, ErrorCode::BadRequest, "not what this route takes");
+    }
+}
+
+#[tokio::test]
+async fn an_image_is_served_on_a_connection_that_is_upgraded() {
+    let daemon = Daemon::start().await;
+    let path = "/v1/images/debian/nbd";
+    daemon.get(path).await.refused(400, ErrorCode::BadRequest, "this route speaks NBD");
+    daemon.get("/v1/images/debian/nbd?write=1").await.refused(400, ErrorCode::BadRequest, "write");
+    for (path, writable) in [(path, false), ("/v1/images/debian/nbd?writable=true", true)] {
+        let headers = [("connection", "keep-alive, Upgrade"), ("upgrade", "nbd")];
+        let mut socket = daemon.connect().await;
+        let headers = headers.map(|(name, value)| format!("{name}: {value}\r\n")).concat();
+        let request = format!("GET {path} HTTP/1.1\r\nhost: vmforkd\r\n{headers}\r\n");
+        // What comes with the request is the protocol's, too.
+        let said = format!("{request}NBD");
+        socket.write_all(said.as_bytes()).await.expect("said");
+        let mut reply = Vec::new();
+        while !reply.ends_with(b"\r\n\r\nNBD") {
+            let mut byte = [0];
+            let read = timeout(LONG, socket.read_exact(&mut byte)).await.expect("in time");
+            read.expect("a reply");
+            reply.push(byte[0]);
+        }
+        let reply = String::from_utf8_lossy(&reply).to_lowercase();
+        assert!(reply.starts_with("http/1.1 101 "), "{reply}");
+        assert!(reply.contains("upgrade: nbd"), "{reply}");
+        let call = format!("serve image debian {writable} to ");
+        assert!(daemon.fake.last_call().starts_with(&call), "{}", daemon.fake.last_call());
+        // The daemon's end is the connection's.
+        if writable {
+            daemon.stop.send_replace(true);
+            let ended = timeout(LONG, socket.read(&mut [0])).await.expect("in time");
+            assert_eq!(ended.ok().unwrap_or(0), 0);
+        }
     }
 }

@@ -5,9 +5,9 @@ use std::time::Duration;
 use super::*;
 use crate::image::DiskImage;
 use crate::lower::Lower as _;
-use crate::nbd::Span;
 use crate::space::DiskSet;
 use crate::store::{DiskSpec, StoreOptions};
+use vmfork_nbd::Span;
 
 const SIZE: u64 = 8 * 4096;
 const FIRST: Span = Span { offset_bytes: 0, len_bytes: 4096 };

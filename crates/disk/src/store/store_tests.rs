@@ -4,8 +4,8 @@ use vmfork_image::PageRange;
 use super::*;
 use crate::lower::Lower;
 use crate::merging::LAYERS_MAX;
-use crate::nbd::Span;
 use crate::raw::RawError;
+use vmfork_nbd::Span;
 
 const PAGES: u64 = 24;
 const SIZE: u64 = PAGES * 4096;

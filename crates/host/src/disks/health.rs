@@ -53,7 +53,8 @@ mod tests {
     use std::path::Path;
     use std::sync::Arc;
 
-    use vmfork_disk::{DiskImage, DiskSet, DiskSpec, nbd::Span};
+    use vmfork_disk::{DiskImage, DiskSet, DiskSpec};
+    use vmfork_nbd::Span;
 
     use super::*;
 

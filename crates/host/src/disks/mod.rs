@@ -17,6 +17,7 @@
 mod accounts;
 mod base;
 mod blank;
+mod client;
 mod health;
 mod left;
 mod qcow2;
@@ -156,6 +157,8 @@ pub enum DiskError {
     /// A request was dropped that would have been answered.
     #[error("it was given up")]
     GivenUp,
+    #[error("too many programs use disks of this host")]
+    Clients,
     #[error("a folder for files of disks")]
     Scratch(#[source] io::Error),
     #[error("`{}` is named as a qcow2 file, and `file:` takes raw ones", path.display())]
@@ -191,6 +194,7 @@ impl DiskError {
             | Self::NoVm
             | Self::Shared => ErrorCode::Conflict,
             Self::Unknown { .. } => ErrorCode::NotFound,
+            Self::Clients => ErrorCode::NoCapacity,
             Self::Qcow2 { source, .. } => match &**source {
                 Qcow2Error::Other { .. }
                 | Qcow2Error::Refused { .. }
@@ -263,6 +267,7 @@ impl DiskError {
             | Self::Serve(_)
             | Self::Volumes(_)
             | Self::Scratch(_) => Some("is the disk of the state folder full?"),
+            Self::Clients => Some("end an `image serve` of this host"),
             Self::Volume(error) => Some(error.remedy()),
             Self::Stored(error) => error.remedy.as_deref(),
             Self::GivenUp | Self::NoStore => None,
@@ -287,6 +292,7 @@ pub struct HostDisks {
     accounts: accounts::Accounts,
     blanks: blank::Blanks,
     converter: qcow2::Converter,
+    clients: client::Clients,
     /// For what comes of other hosts' disks.
     arrived: scratch::Scratch,
     bases: base::Bases,
@@ -327,6 +333,7 @@ impl HostDisks {
             accounts,
             blanks,
             converter,
+            clients: client::Clients::default(),
             arrived,
             bases,
             stored,

@@ -112,11 +112,15 @@ impl Served {
         }
     }
 
+    pub(super) fn disk(&self) -> &Arc<Disk> {
+        &self.disk
+    }
+
     fn volume_name(&self) -> Option<&str> {
         self.spec.volume.as_ref().map(|volume| volume.name.as_str())
     }
 
-    fn export(&self) -> DiskExport {
+    pub(super) fn export(&self) -> DiskExport {
         let disk = Arc::clone(&self.disk);
         let export = match (self.spec.is_shared(), self.spec.durability) {
             (true, _) => DiskExport::read_only(disk),

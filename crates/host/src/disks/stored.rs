@@ -166,8 +166,8 @@ mod tests {
     use std::collections::BTreeMap;
 
     use vmfork_disk::DiskSet;
-    use vmfork_disk::nbd::Span;
     use vmfork_image::{PageTable, Source};
+    use vmfork_nbd::Span;
 
     use super::*;
 

@@ -208,7 +208,7 @@ async fn disks_of_a_user_and_of_the_host_have_bounds() {
     // → how many MiB fit.
     let fill = |machine: &MachineDisks| {
         let [disk] = machine.all().try_into().expect("one");
-        let span = |at: u64| vmfork_disk::nbd::Span { offset_bytes: at * MIB, len_bytes: 1 << 20 };
+        let span = |at: u64| vmfork_nbd::Span { offset_bytes: at * MIB, len_bytes: 1 << 20 };
         (0..8).take_while(|at| disk.write(span(*at), &vec![7; 1 << 20]).is_ok()).count()
     };
     let disks = open();
@@ -267,7 +267,7 @@ async fn a_volume_counts_on_the_host_and_its_clones_on_their_user() {
     let machine = disks.attach("web", uid, &contents).expect("served").expect("disks");
     let fill = |machine: &MachineDisks| {
         let [disk] = machine.all().try_into().expect("one");
-        let span = |at: u64| vmfork_disk::nbd::Span { offset_bytes: at * MIB, len_bytes: 1 << 20 };
+        let span = |at: u64| vmfork_nbd::Span { offset_bytes: at * MIB, len_bytes: 1 << 20 };
         (0..8).take_while(|at| disk.write(span(*at), &vec![7; 1 << 20]).is_ok()).count()
     };
     assert_eq!(fill(&machine), 8, "the volume is no user's");

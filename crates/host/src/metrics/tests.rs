@@ -60,10 +60,10 @@ fn each_thing_said_is_in_the_text() {
 
 #[test]
 fn what_disks_did_is_in_the_text() {
-    use vmfork_disk::nbd::Span;
     use vmfork_disk::{
         DiskExport, DiskImage, DiskServer, DiskSet, DiskSpec, DiskStore, Durability, StoreOptions,
     };
+    use vmfork_nbd::Span;
     let folder = tempfile::tempdir().expect("a folder");
     let options = StoreOptions { floor_bytes: 0 };
     let store = DiskStore::open(&folder.path().join("disks"), options).expect("a store");

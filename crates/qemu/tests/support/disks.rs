@@ -6,10 +6,10 @@ use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use vmfork_disk::nbd::Span;
 use vmfork_disk::{
     Disk, DiskExport, DiskImage, DiskServer, DiskSet, DiskSpec, DiskStore, Durability, StoreOptions,
 };
+use vmfork_nbd::Span;
 use vmfork_qemu::{DriveContent, NbdSocket};
 
 pub(crate) const SECTOR_BYTES: u64 = 512;

@@ -2,7 +2,8 @@
 //!
 //! ```text
 //!   socket ──► listen (who may connect) ──► auth (TCP only) ──► route ──► extract, check ──► Control
-//!                                                                └─ exec, console: WebSocket
+//!                                                                ├─ exec, console: WebSocket
+//!                                                                └─ images' bytes: NBD
 //! ```
 //!
 //! Promises: every error is an `ErrorBody`, whatever was wrong with the request, a panic included.
@@ -30,6 +31,7 @@ mod host;
 mod lifetime;
 mod listen;
 mod logs;
+mod nbd;
 mod server;
 mod snapshots;
 mod vms;
@@ -175,6 +177,7 @@ fn routes() -> OpenApiRouter<App> {
         .routes(routes!(host::push_image))
         .routes(routes!(host::pull_image))
         .routes(routes!(host::remove_image))
+        .routes(routes!(nbd::image))
         .routes(routes!(vms::list, vms::run))
         .routes(routes!(vms::inspect, vms::remove))
         .routes(routes!(vms::kill))

@@ -3,9 +3,9 @@
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use vmfork_disk::nbd::Span;
 use vmfork_disk::{Disk, DiskImage, Lower};
 use vmfork_image::{PAGE_BYTES, PageIdx, PageRange};
+use vmfork_nbd::Span;
 
 /// Copied at once.
 const PIECE_PAGES: u64 = 256;

@@ -2,7 +2,7 @@ use std::path::Path;
 
 use vmfork_api::{Labels, VolumeSource};
 use vmfork_disk::StoreOptions;
-use vmfork_disk::nbd::Span;
+use vmfork_nbd::Span;
 
 use super::*;
 

@@ -12,7 +12,7 @@ const KEPT_BYTES: usize = 4 << 20;
 
 /// What came, and was not taken yet.
 #[derive(Debug, Default)]
-pub(super) struct Inbox {
+pub(crate) struct Inbox {
     bytes: Vec<u8>,
     start: usize,
     end: usize,
@@ -20,13 +20,13 @@ pub(super) struct Inbox {
 
 impl Inbox {
     /// The next `len` bytes, once they are there.
-    pub(super) fn front(&self, len: usize) -> Option<&[u8]> {
+    pub(crate) fn front(&self, len: usize) -> Option<&[u8]> {
         let end = self.start.checked_add(len).filter(|end| *end <= self.end)?;
         self.bytes.get(self.start..end)
     }
 
     /// `len` of the bytes have been used.
-    pub(super) fn take(&mut self, len: usize) {
+    pub(crate) fn take(&mut self, len: usize) {
         self.start = (self.start + len).min(self.end);
         if self.start == self.end {
             (self.start, self.end) = (0, 0);
@@ -34,7 +34,7 @@ impl Inbox {
     }
 
     /// Where the next bytes go: at least `room`, and so that `front` bytes fit in one piece.
-    pub(super) fn space(&mut self, room: usize, front: usize) -> &mut [u8] {
+    pub(crate) fn space(&mut self, room: usize, front: usize) -> &mut [u8] {
         let wanted = room.max(front.saturating_sub(self.end - self.start));
         if self.bytes.len() - self.end < wanted && self.start > 0 {
             self.bytes.copy_within(self.start..self.end, 0);
@@ -47,7 +47,7 @@ impl Inbox {
     }
 
     /// `len` bytes came into [`Inbox::space`].
-    pub(super) fn came(&mut self, len: usize) {
+    pub(crate) fn came(&mut self, len: usize) {
         self.end = (self.end + len).min(self.bytes.len());
     }
 }
@@ -72,14 +72,14 @@ pub struct Out {
 
 /// How far [`Out`] is filled.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Filled {
+pub(crate) struct Filled {
     pending: usize,
     files: usize,
 }
 
 /// What is to be sent next.
 #[derive(Debug)]
-pub(super) enum Next<'a> {
+pub(crate) enum Next<'a> {
     Bytes(&'a [u8]),
     /// What was sent of it is cut from its front, and it is gone when it is empty.
     File(&'a mut FilePart),
@@ -103,18 +103,18 @@ impl Out {
         self.bytes.get_mut(at..self.used).unwrap_or_default()
     }
 
-    pub(super) fn put(&mut self, bytes: &[u8]) {
+    pub(crate) fn put(&mut self, bytes: &[u8]) {
         self.space(bytes.len()).copy_from_slice(bytes);
     }
 
-    pub(super) fn put_file(&mut self, part: FilePart) {
+    pub(crate) fn put_file(&mut self, part: FilePart) {
         if part.len_bytes > 0 {
             self.files.push_back((self.used, part));
         }
     }
 
     /// All that is still to be sent of `other` follows.
-    pub(super) fn append(&mut self, mut other: Self) {
+    pub(crate) fn append(&mut self, mut other: Self) {
         loop {
             match other.next() {
                 Next::Nothing => return,
@@ -132,18 +132,18 @@ impl Out {
     }
 
     /// For [`Out::cut`], before anything is sent.
-    pub(super) fn filled(&self) -> Filled {
+    pub(crate) fn filled(&self) -> Filled {
         Filled { pending: self.used - self.sent, files: self.files.len() }
     }
 
     /// Takes back all that was put since.
-    pub(super) fn cut(&mut self, before: Filled) {
+    pub(crate) fn cut(&mut self, before: Filled) {
         self.used = self.used.min(self.sent + before.pending);
         self.files.truncate(before.files);
     }
 
     /// How much is still to be sent.
-    pub(super) fn pending_bytes(&self) -> usize {
+    pub(crate) fn pending_bytes(&self) -> usize {
         let files = self.files.iter().map(|(_, part)| part.len_bytes);
         self.used - self.sent + files.sum::<usize>()
     }
@@ -155,7 +155,7 @@ impl Out {
     }
 
     /// The first piece that is still to be sent.
-    pub(super) fn next(&mut self) -> Next<'_> {
+    pub(crate) fn next(&mut self) -> Next<'_> {
         while self.files.front().is_some_and(|(_, part)| part.len_bytes == 0) {
             self.files.pop_front();
         }
@@ -169,7 +169,7 @@ impl Out {
     }
 
     /// `len` of the bytes have been sent.
-    pub(super) fn gone(&mut self, len: usize) {
+    pub(crate) fn gone(&mut self, len: usize) {
         self.sent = (self.sent + len).min(self.used);
         if self.sent == self.used && self.files.is_empty() {
             (self.sent, self.used) = (0, 0);

@@ -9,9 +9,9 @@
 //! Promises: whatever a client sends, no more is kept of it than [`OPTION_BYTES_MAX`]. A client
 //! gets an export by its exact name only, and learns of none but those that it may have.
 //!
-//! Left to others: sockets and time ([`super::serve`]). No I/O.
+//! Left to others: sockets and time ([`crate::serve`]). No I/O.
 
-use super::wire::{self, Fields, can, hello, info, option, reply};
+use crate::wire::{self, Fields, can, hello, info, option, reply};
 
 /// Longest content of an option: a name has at most 4096 bytes.
 pub const OPTION_BYTES_MAX: u32 = 8192;
@@ -33,6 +33,13 @@ pub struct Export {
 }
 
 impl Export {
+    /// What a server told a client of it.
+    pub(crate) fn told(name: &str, size_bytes: u64, flags: u16) -> Self {
+        let has = |flag| flags & flag != 0;
+        let (read_only, flushes) = (has(can::READ_ONLY), has(can::FLUSH));
+        Self { name: name.to_owned(), size_bytes, read_only, flushes }
+    }
+
     fn flags(&self) -> u16 {
         let writable = can::TRIM | can::WRITE_ZEROES | can::FAST_ZERO;
         let flushes = if self.flushes { can::FLUSH | can::FUA } else { 0 };
@@ -42,8 +49,8 @@ impl Export {
 
 /// Smallest and best request, in bytes. The smallest is what firmware and old partition tables
 /// want, the best a page.
-pub(super) const BLOCK_BYTES_MIN: u32 = 512;
-pub(super) const BLOCK_BYTES_BEST: u32 = 4096;
+pub(crate) const BLOCK_BYTES_MIN: u32 = 512;
+pub(crate) const BLOCK_BYTES_BEST: u32 = 4096;
 /// Largest request, in bytes.
 pub const BLOCK_BYTES_MAX: u32 = 2 << 20;
 
@@ -303,7 +310,7 @@ impl<'a> Handshake<'a> {
 }
 
 /// The number by which a reply names `base:allocation`.
-pub(super) const fn allocation_context() -> u32 {
+pub(crate) const fn allocation_context() -> u32 {
     CONTEXT
 }
 

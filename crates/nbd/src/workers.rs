@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::buffer::{FilePart, Out};
-use super::request::{Command, Extent, NbdError, Replies, Span};
+use crate::buffer::{FilePart, Out};
+use crate::request::{Command, Extent, NbdError, Replies, Span};
 
 /// Most workers of one client: what QEMU can have in flight.
 const WORKERS_MAX: usize = 16;
@@ -64,13 +64,13 @@ pub trait Target: Debug + Send + Sync {
 
 /// Replies of workers, and the bell that tells the connection of them.
 #[derive(Debug)]
-pub(super) struct Outbox {
-    pub(super) bell: OwnedFd,
+pub(crate) struct Outbox {
+    pub(crate) bell: OwnedFd,
     done: Mutex<Vec<Out>>,
 }
 
 impl Outbox {
-    pub(super) fn new() -> io::Result<Self> {
+    pub(crate) fn new() -> io::Result<Self> {
         let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         Ok(Self { bell, done: Mutex::default() })
     }
@@ -85,7 +85,7 @@ impl Outbox {
         let _rung = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
     }
 
-    pub(super) fn take(&self) -> Vec<Out> {
+    pub(crate) fn take(&self) -> Vec<Out> {
         let _heard = rustix::io::read(&self.bell, &mut [0; 8]);
         std::mem::take(&mut self.done())
     }
@@ -93,24 +93,24 @@ impl Outbox {
 
 /// A request that is carried out.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Asked<'a> {
-    pub(super) command: &'a Command,
-    pub(super) payload: &'a [u8],
-    pub(super) cookie: u64,
+pub(crate) struct Asked<'a> {
+    pub(crate) command: &'a Command,
+    pub(crate) payload: &'a [u8],
+    pub(crate) cookie: u64,
     /// When it had come as a whole.
-    pub(super) since: Instant,
+    pub(crate) since: Instant,
 }
 
 /// How requests of one client are carried out.
 #[derive(Debug, Clone)]
-pub(super) struct Job {
-    pub(super) target: Arc<dyn Target>,
-    pub(super) replies: Replies,
+pub(crate) struct Job {
+    pub(crate) target: Arc<dyn Target>,
+    pub(crate) replies: Replies,
 }
 
 impl Job {
     /// The reply goes to `out`.
-    pub(super) fn carry_out(&self, asked: Asked<'_>, out: &mut Out) {
+    pub(crate) fn carry_out(&self, asked: Asked<'_>, out: &mut Out) {
         let Asked { command, payload, cookie, since } = asked;
         let reads = matches!(command, Command::Read { .. } | Command::BlockStatus { .. });
         let before = out.filled();
@@ -163,17 +163,17 @@ impl Job {
 }
 
 /// A request that waits.
-pub(super) struct Work {
-    pub(super) command: Command,
-    pub(super) payload: Vec<u8>,
-    pub(super) cookie: u64,
-    pub(super) since: Instant,
+pub(crate) struct Work {
+    pub(crate) command: Command,
+    pub(crate) payload: Vec<u8>,
+    pub(crate) cookie: u64,
+    pub(crate) since: Instant,
 }
 
 /// Threads that may wait for pages, started when they are needed.
 #[derive(Debug)]
-pub(super) struct Workers {
-    pub(super) job: Job,
+pub(crate) struct Workers {
+    pub(crate) job: Job,
     queue: Arc<Queue>,
     threads: Vec<JoinHandle<()>>,
 }
@@ -206,13 +206,13 @@ impl Queue {
 }
 
 impl Workers {
-    pub(super) fn new(job: Job, outbox: Arc<Outbox>) -> Self {
+    pub(crate) fn new(job: Job, outbox: Arc<Outbox>) -> Self {
         let (state, changed) = (Mutex::default(), Condvar::new());
         Self { job, queue: Arc::new(Queue { state, changed, outbox }), threads: Vec::new() }
     }
 
     /// Its reply comes by the outbox.
-    pub(super) fn put(&mut self, work: Work) {
+    pub(crate) fn put(&mut self, work: Work) {
         let mut state = self.queue.state();
         state.work.push_back(work);
         if state.idle >= state.work.len() || self.threads.len() >= WORKERS_MAX {

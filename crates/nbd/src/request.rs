@@ -5,10 +5,10 @@
 //!
 //! Left to others: what is read and written. No I/O.
 
-use super::buffer::Out;
-pub use super::handshake::BLOCK_BYTES_MAX;
-use super::handshake::{Agreed, BLOCK_BYTES_MIN, Export, Flaw, allocation_context};
-use super::wire::{self, REQUEST_BYTES, RawRequest, allocation, chunk, command, flag};
+use crate::buffer::Out;
+pub use crate::handshake::BLOCK_BYTES_MAX;
+use crate::handshake::{Agreed, BLOCK_BYTES_MIN, Export, Flaw, allocation_context};
+use crate::wire::{self, REQUEST_BYTES, RawRequest, allocation, chunk, command, flag};
 
 /// Longest part of an export that one `BLOCK_STATUS` describes, in extents.
 const EXTENTS_MAX: usize = 8192;
@@ -38,6 +38,18 @@ impl NbdError {
             Self::NoSpace => 28,
             Self::NotSupported => 95,
             Self::Shutdown => 108,
+        }
+    }
+
+    /// What a server's number means. One that is not known is a failure like any other.
+    pub(crate) const fn of(number: u32) -> Self {
+        match number {
+            1 => Self::Perm,
+            22 | 75 => Self::Invalid,
+            28 => Self::NoSpace,
+            95 => Self::NotSupported,
+            108 => Self::Shutdown,
+            _ => Self::Io,
         }
     }
 }
@@ -84,6 +96,30 @@ pub enum Command {
     BlockStatus { span: Span, one: bool },
     /// It ends the connection, and gets no reply.
     Disconnect,
+}
+
+impl Command {
+    /// As a client says it, without the bytes that a write writes.
+    pub(crate) fn encode(&self, cookie: u64) -> [u8; REQUEST_BYTES] {
+        let whole = Span { offset_bytes: 0, len_bytes: 0 };
+        let flag = |flag, is_set: bool| if is_set { flag } else { 0 };
+        let (command, span, flags) = match *self {
+            Self::Read { span, whole } => (command::READ, span, flag(flag::DF, whole)),
+            Self::Write { span, durable } => (command::WRITE, span, flag(flag::FUA, durable)),
+            Self::Flush => (command::FLUSH, whole, 0),
+            Self::Trim { span, durable } => (command::TRIM, span, flag(flag::FUA, durable)),
+            Self::WriteZeroes { span, durable, may_punch } => {
+                let flags = flag(flag::FUA, durable) | flag(flag::NO_HOLE, !may_punch);
+                (command::WRITE_ZEROES, span, flags)
+            }
+            Self::BlockStatus { span, one } => {
+                (command::BLOCK_STATUS, span, flag(flag::REQ_ONE, one))
+            }
+            Self::Disconnect => (command::DISC, whole, 0),
+        };
+        let Span { offset_bytes, len_bytes } = span;
+        RawRequest { flags, command, cookie, offset_bytes, len_bytes }.encode()
+    }
 }
 
 /// A checked request, or why it is refused.

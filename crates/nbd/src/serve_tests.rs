@@ -6,8 +6,8 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Condvar, Mutex};
 
 use super::*;
-use crate::nbd::wire::{self, command, option};
-use crate::nbd::{Extent, NbdError, Span};
+use crate::wire::{self, command, option};
+use crate::{Extent, NbdError, Span};
 
 const SIZE: u64 = 1 << 20;
 /// No wait of these tests takes as long, unless something is never answered.

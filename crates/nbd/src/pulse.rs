@@ -78,12 +78,12 @@ impl Pulse {
     }
 
     /// The thread's own: what it polls for reading.
-    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+    pub fn fd(&self) -> BorrowedFd<'_> {
         self.bell.as_fd()
     }
 
     /// The thread's own, when the fd is readable: it is alive. → whether it is to end.
-    pub(crate) fn answer(&self) -> bool {
+    pub fn answer(&self) -> bool {
         let _heard = rustix::io::read(&self.bell, &mut [0; 8]);
         let mut state = self.state();
         state.answered = state.asked;
@@ -92,7 +92,7 @@ impl Pulse {
     }
 
     /// The thread's own: it has ended, and does nothing any more.
-    pub(crate) fn end(&self) {
+    pub fn end(&self) {
         self.state().ended = true;
         self.changed.notify_all();
     }

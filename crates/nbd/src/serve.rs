@@ -16,7 +16,7 @@
 //! into the reply, or written from where they came. Those of a large read go from the file to the
 //! socket by `sendfile`, and are copied once, by the client.
 //!
-//! Left to others: who may connect; what is read and written ([`Target`](super::Target)).
+//! Left to others: who may connect; what is read and written ([`Target`](crate::Target)).
 
 use std::fmt::Debug;
 use std::io;
@@ -28,12 +28,12 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::{RecvFlags, SendFlags};
 
-use super::buffer::{FilePart, Inbox, Next, Out};
-use super::handshake::{Agreed, Export, Flaw, Handshake, Step};
-use super::pulse::Pulse;
-use super::request::{Command, Replies, Request};
-use super::wire::REQUEST_BYTES;
-use super::workers::{Asked, Job, Outbox, Target, Work, Workers};
+use crate::buffer::{FilePart, Inbox, Next, Out};
+use crate::handshake::{Agreed, Export, Flaw, Handshake, Step};
+use crate::pulse::Pulse;
+use crate::request::{Command, Replies, Request};
+use crate::wire::REQUEST_BYTES;
+use crate::workers::{Asked, Job, Outbox, Target, Work, Workers};
 
 /// Most requests of a client that wait. QEMU's client sends 16.
 const REQUESTS_MAX: usize = 64;
