@@ -499,7 +499,7 @@ pub(crate) enum RawImage {
         /// An empty folder; the file in it is IMAGE.img. It takes the right to mount
         #[arg(value_name = "DIR", required_unless_present = "nbd")]
         folder: Option<PathBuf>,
-        /// A unix socket to make; clients of any export name get the image
+        /// A unix socket to make; its export is IMAGE, or has an empty name
         #[arg(long, value_name = "SOCKET")]
         nbd: Option<PathBuf>,
         /// Programs can write to it; what they wrote is gone when this command ends

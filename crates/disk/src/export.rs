@@ -45,6 +45,12 @@ impl DiskExport {
         Self { read_only: true, ..Self::new(disk, Durability::Host) }
     }
 
+    /// Never sent from files: of a client that can't ask again for a file that fails.
+    #[must_use]
+    pub fn copied(self) -> Self {
+        Self { reads_only: AtomicBool::new(true), ..self }
+    }
+
     /// `guard` is dropped after the last request that was carried out, when none can come any more.
     #[must_use]
     pub fn holding(self, guard: Arc<dyn Debug + Send + Sync>) -> Self {

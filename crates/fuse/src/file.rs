@@ -310,6 +310,7 @@ impl Filesystem for ImageFile {
         let result = match mode & !KEEP_SIZE {
             0 if end <= self.size_bytes() => Ok(()),
             0 => Err(Errno::ENOSPC),
+            ZERO_RANGE if mode & KEEP_SIZE == 0 && end > self.size_bytes() => Err(Errno::ENOSPC),
             PUNCH_HOLE | ZERO_RANGE => self.zero(offset, end, may_punch).map_err(errno),
             _ => Err(Errno::EOPNOTSUPP),
         };

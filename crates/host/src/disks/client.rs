@@ -57,7 +57,7 @@ impl HostDisks {
         self.live.add(&[Arc::clone(served.disk())]);
         let (client, ours) = UnixStream::pair().map_err(DiskError::Serve)?;
         let pulse = Pulse::new().map_err(DiskError::Serve)?;
-        let export = One { name: name.to_owned(), export: Arc::new(served.export()) };
+        let export = One { name: name.to_owned(), export: Arc::new(served.export().copied()) };
         let named = std::thread::Builder::new().name("disk-client".to_owned());
         let work = move || {
             if let Err(error) = serve(&ours, &export, &pulse) {

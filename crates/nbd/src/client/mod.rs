@@ -259,7 +259,11 @@ impl Reader {
         loop {
             match self.reply(&mut from) {
                 Ok(()) => {}
-                Err(error) => return error,
+                Err(error) => {
+                    // A caller that sends gives its lock back.
+                    let _told = from.get_ref().shutdown(Shutdown::Both);
+                    return error;
+                }
             }
         }
     }

@@ -49,7 +49,7 @@ pub(super) async fn run(global: &Global, config: ServeConfig) -> anyhow::Result<
     let query = if config.writable { query.with("writable", "true") } else { query };
     // The first connection is made here, so that its error is told whole.
     let first = client.open_nbd(&query).await?;
-    let (connect, mut asked) = connector(first, config.writable);
+    let (connect, asked) = connector(first, config.writable);
     let image = config.image.clone();
     let (to, started) = oneshot::channel();
     std::thread::Builder::new()
@@ -65,11 +65,16 @@ pub(super) async fn run(global: &Global, config: ServeConfig) -> anyhow::Result<
     };
     let mounted = mount(&config, &nbd)?;
     show(global, &config, nbd.export().size_bytes)?;
+    // Dropped before the client, whose thread may wait for it.
+    let mut asked = asked;
     let mut look = interval(LOOK_EVERY);
     look.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         tokio::select! {
-            Some(reply) = asked.recv() => again(global, &client, &query, reply).await,
+            reply = asked.recv() => match reply {
+                Some(reply) => again(global, &client, &query, reply).await,
+                None => return Err(lost(&config)),
+            },
             _ = look.tick() => {
                 if mounted.as_ref().is_some_and(|mounted| !mounted.is_there()) {
                     global.printer.note("The folder was unmounted");
@@ -80,6 +85,15 @@ pub(super) async fn run(global: &Global, config: ServeConfig) -> anyhow::Result<
     }
     drop((socket, mounted));
     Ok(Exit::Done)
+}
+
+/// The client has given up.
+fn lost(config: &ServeConfig) -> anyhow::Error {
+    let error = anyhow!("the daemon went away, and `{}` is not served any more", config.image);
+    match config.writable {
+        true => error.context("what was written is lost"),
+        false => error,
+    }
 }
 
 /// Where a new connection to the daemon goes.
