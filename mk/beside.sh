@@ -5,8 +5,6 @@
 
 guest_image() { (cd tests && PYTHONPATH=../sdk/python/src "$PYTHON" -c 'from harness import images; images.build()'); }
 
-documentation() { RUSTDOCFLAGS='-D warnings' nice cargo doc --workspace --no-deps --quiet; }
-
 # The lock-free parts in all orders of their steps.
 loom() {
 	CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER=$ROOT/mk/if-changed.sh RUSTFLAGS='--cfg loom' \
@@ -22,6 +20,5 @@ integration() {
 # What mk/test.sh reads if something else fails first.
 trap 'echo $? >"$TIMES/beside.rc"' EXIT
 step "guest image" guest_image
-step "documentation" documentation
 step "model checker" loom
 step "integration tests" integration

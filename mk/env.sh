@@ -72,8 +72,8 @@ test_inputs() {
 	return 1
 }
 
-# Lints and builds in one pass: mk/lint-rustc.sh stands in for rustc. All tests go through here:
-# with other flags or other packages cargo would build most of the workspace again.
+# Lints, builds and checks docs in one pass: mk/lint-rustc.sh stands in for rustc. All tests go
+# through here: with other flags or other packages cargo would build most of the workspace again.
 tests_cargo() {
 	RUSTC_WORKSPACE_WRAPPER=$ROOT/mk/lint-rustc.sh cargo test --workspace --quiet "$@"
 }

@@ -2,7 +2,7 @@
 # All tests: the quick part, then the built programs from outside; beside them what takes a kernel
 # or a guest (mk/beside.sh). Arguments go to pytest. mk/soak.sh has the long tests.
 #
-#   VMFORK_TEST_ALL=1        run also black-box tests that have passed with the same inputs
+#   VMFORK_TEST_ALL=1        run also slow tests, and what has passed with the same inputs. CI does.
 . "$(dirname "$0")/env.sh"
 
 VMFORK_TEST_CACHE=$VMFORK_CACHE
@@ -56,7 +56,11 @@ forget_changed() {
 	[ "$(black_box_inputs)" = "$began_with" ] || rm -rf "$TARGET/test-passed/black-box"
 }
 
-black_box() { "$PYTHON" -m pytest -p no:cacheprovider -n 3 --dist loadgroup --durations=40 tests "$@"; }
+black_box() {
+	# Who names tests means all of them.
+	[ "$#" != 0 ] || [ -n "${VMFORK_TEST_ALL:-}" ] || set -- -m "not soak and not slow"
+	"$PYTHON" -m pytest -p no:cacheprovider -n 3 --dist loadgroup --durations=40 tests "$@"
+}
 
 began=$(date +%s)
 rm -rf "$TIMES"
@@ -81,5 +85,6 @@ step "black box tests" black_box "$@"
 forget_changed
 step "what is left of the integration tests" join_beside
 trap - EXIT
+[ -n "${VMFORK_TEST_ALL:-}" ] || say "slow tests were left out; VMFORK_TEST_ALL=1 make test runs them"
 say "all tests passed in $(($(date +%s) - began)) s; the time of each step and test: ${TIMES#"$ROOT/"}/"
 cat "$TIMES/steps" >&2

@@ -11,6 +11,8 @@ of their module are one group and stay in one process; each other test is its ow
 `@pytest.mark.alone` keeps other tests from running meanwhile, for tests that measure the whole
 host. `LONGEST` names the modules that start first.
 
+A test is marked `slow` if it takes more than about 20 s of a core and a smaller one has much of its
+promise. `make test` leaves it out; VMFORK_TEST_ALL=1, CI and `make soak` run it.
 `-m soak` runs the long cases; VMFORK_SOAK=N repeats them N times as often. VMFORK_TEST_TIMES names
 a file that gets the time of each test. `make test` leaves out what has passed with the same inputs
 (harness/unchanged.py); VMFORK_TEST_ALL=1 runs it.
@@ -83,6 +85,7 @@ LONGEST = (
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "limit(seconds): how long the test may take")
     config.addinivalue_line("markers", "soak: a long case; run by `-m soak`, left out without")
+    config.addinivalue_line("markers", "slow: left out by `make test`, run by VMFORK_TEST_ALL=1 make test")
     config.addinivalue_line("markers", "alone: no test of another process runs meanwhile")
     if not config.pluginmanager.hasplugin("xdist"):
         config.addinivalue_line("markers", "xdist_group(name): tests of one group run in one process")

@@ -213,6 +213,7 @@ def test_a_page_crosses_to_a_host_once(cluster: Cluster, counted: vmfork.VM) -> 
         assert 0 < clone.inspect().memory.source.peer <= image_bytes + SLACK_BYTES
 
 
+@pytest.mark.slow
 @pytest.mark.limit(240)
 def test_hosts_that_bring_the_same_image_take_it_from_each_other(cluster: Cluster, counted: vmfork.VM) -> None:
     parent = counted

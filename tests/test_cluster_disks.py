@@ -49,6 +49,7 @@ def _cold(vm: vmfork.VM, command: str) -> str:
     return vm.exec(f"set -e; sync; {COLD}; {command}", check=True, timeout_s=120).stdout_text
 
 
+@pytest.mark.slow
 @pytest.mark.limit(400)
 def test_disks_go_with_clones_onto_other_hosts(cluster: Cluster, parent: vmfork.VM) -> None:
     clones = parent.fork(4, hosts=["h1", "h2"]).raise_for_errors()
@@ -97,6 +98,7 @@ def _came(there: Daemon, before: metrics.Metrics) -> int:
     return int(4096 * Between(before, metrics.read(there)).value("vmfork_transfer_disk_pages_total"))
 
 
+@pytest.mark.slow
 @pytest.mark.limit(300)
 def test_siblings_share_what_came_and_each_has_its_own(cluster: Cluster, parent: vmfork.VM) -> None:
     """Both overwrite pages of one layer, and go to a host where an earlier clone has ended."""
@@ -147,6 +149,7 @@ def test_a_clone_is_stalled_while_no_host_has_its_disks_page(cluster: Cluster, t
     assert int(clone.exec("grep -ao 'a mark that is on the disk' /run/read | wc -l", check=True).stdout_text) == 40000
 
 
+@pytest.mark.slow
 @pytest.mark.limit(300)
 def test_a_volume_and_a_snapshot_of_a_clone_on_another_host(cluster: Cluster) -> None:
     first, second = cluster.clients[:2]

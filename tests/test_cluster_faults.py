@@ -113,6 +113,7 @@ def test_a_clone_that_has_all_pages_outlives_the_parents_host(cluster: Cluster, 
     assert "page" in reason and "h0" in reason, reason
 
 
+@pytest.mark.slow
 @pytest.mark.limit(240)
 def test_a_clone_whose_disk_has_come_outlives_the_parents_host(cluster: Cluster) -> None:
     disks = [vmfork.NewDisk.blank("data", 128 << 20)]

@@ -68,6 +68,7 @@ def full_disk(daemon: Daemon) -> Iterator[None]:
         subprocess.run(["umount", folder], timeout=30, check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.limit(300)
 def test_a_host_takes_the_image_once_and_before_the_pause(cluster: Cluster, parent: vmfork.VM, image: str) -> None:
     expected = parent.exec(_READ, check=True).stdout

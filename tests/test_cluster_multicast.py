@@ -127,6 +127,7 @@ def lossy(cluster: Cluster, number: int) -> Iterator[None]:
         flood(cluster, number, on=True)
 
 
+@pytest.mark.slow
 @pytest.mark.limit(480)
 @pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.soak)])
 def test_what_is_lost_on_its_way_comes_all_the_same(cluster: Cluster, times: int) -> None:

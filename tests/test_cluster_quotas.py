@@ -33,6 +33,7 @@ def live(cluster: Cluster) -> int:
     return sum(len(names) for names in cluster.vms().values())
 
 
+@pytest.mark.slow
 @pytest.mark.limit(300)
 def test_a_user_has_no_more_than_the_quota_on_all_hosts(cluster: Cluster, image: str) -> None:
     parent = cluster.warm(0, name="web", memory_mib=128)

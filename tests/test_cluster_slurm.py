@@ -96,6 +96,7 @@ def test_a_fork_gets_what_slurm_gives_and_ends_with_its_job(cluster: Cluster, sl
     assert len(slurm.jobs()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.limit(300)
 def test_a_job_that_a_daemon_left_lasts_while_its_clones_do(cluster: Cluster, slurm: Slurm, parent: vmfork.VM) -> None:
     parent.fork(1, hosts=["h1"], names=["orphan"], hydrate_mib_per_s=500).raise_for_errors()

@@ -105,6 +105,7 @@ def storm(parent: vmfork.VM, times: int) -> tuple[int, int]:
     return ran, refused
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.limit(240)
 @pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.soak)])

@@ -22,6 +22,7 @@ echo only in memory > /run/memory
 """
 
 
+@pytest.mark.slow
 @pytest.mark.limit(300)
 def test_vms_of_disks_alone_boot_with_what_the_guest_wrote(
     client: vmfork.Client, image: str, cli: Cli, tmp_path: Path

@@ -51,6 +51,7 @@ def vm(client: vmfork.Client, base: vmfork.VM) -> vmfork.VM:
     return client.vm(base.fork(names=["grower"]).raise_for_errors()[0].name)
 
 
+@pytest.mark.slow
 @pytest.mark.limit(400)
 def test_a_disk_grows_under_a_file_system_in_use(
     client: vmfork.Client, vm: vmfork.VM, cli: Cli
@@ -131,32 +132,32 @@ def test_a_volume_grows_with_and_without_a_vm(
     daemon.start()
     with daemon.client() as client:
         cli = Cli(daemon)
-        client.volumes.create("db", size_bytes=64 * MIB)
-        cli.text("volume", "resize", "db", "96M")
+        client.volumes.create("db", size_bytes=32 * MIB)
+        cli.text("volume", "resize", "db", "48M")
         vm = guests.warm(client, image, name="one", disks=guests.DISKS)
         client.volumes.attach("db", vm, disk="data")
-        eventually(lambda: _size(vm) == 96 * MIB, 10, "it sees it")
+        eventually(lambda: _size(vm) == 48 * MIB, 10, "it sees it")
         vm.exec(f"{MOUNT} && resize2fs /dev/vdb && echo word > /mnt/word && sync", check=True)
-        cli.text("volume", "resize", "db", "160M")
-        assert client.volumes.get("db").size_bytes == 160 * MIB
-        eventually(lambda: _size(vm) == 160 * MIB, 10, "the guest is told")
-        vm.exec("resize2fs /dev/vdb && head -c 100M /dev/urandom > /mnt/large && sync", check=True, timeout_s=120)
+        cli.text("volume", "resize", "db", "80M")
+        assert client.volumes.get("db").size_bytes == 80 * MIB
+        eventually(lambda: _size(vm) == 80 * MIB, 10, "the guest is told")
+        vm.exec("resize2fs /dev/vdb && head -c 52M /dev/urandom > /mnt/large && sync", check=True, timeout_s=120)
         wanted = vm.exec("sha256sum < /mnt/large", check=True, timeout_s=60).stdout_text.strip()
         refused = cli("volume", "resize", "db", "1M", code=None)
         assert refused.returncode != 0 and b"only grows" in refused.stderr
         # What was answered is on the medium, and the next daemon finds it.
         daemon.kill()
         daemon.start()
-        assert client.volumes.get("db").size_bytes == 160 * MIB
-        client.volumes.resize("db", 200 * MIB)
+        assert client.volumes.get("db").size_bytes == 80 * MIB
+        client.volumes.resize("db", 100 * MIB)
         with guests.warm(client, image, name="two", disks=guests.DISKS) as vm:
             client.volumes.attach("db", vm, disk="data")
-            eventually(lambda: _size(vm) == 200 * MIB, 10, "it sees it")
+            eventually(lambda: _size(vm) == 100 * MIB, 10, "it sees it")
             vm.exec(MOUNT, check=True)
             assert _cold(vm, "sha256sum < /mnt/large") == wanted
             assert _word(vm, "/mnt/word") == "word"
-            client.volumes.resize("db", 256 * MIB)
-            eventually(lambda: _size(vm) == 256 * MIB, 10, "the guest is told")
+            client.volumes.resize("db", 128 * MIB)
+            eventually(lambda: _size(vm) == 128 * MIB, 10, "the guest is told")
             vm.exec("resize2fs /dev/vdb && umount /mnt", check=True)
             checked = vm.exec("e2fsck -fn /dev/vdb", timeout_s=60)
             assert checked.exit_code == 0, checked.stdout_text

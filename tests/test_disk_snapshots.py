@@ -48,6 +48,7 @@ def own(make_daemon: Callable[..., Daemon], image: str) -> Daemon:
     return daemon.start()
 
 
+@pytest.mark.slow
 @pytest.mark.limit(420)
 def test_vms_of_a_snapshot_have_the_disks_of_its_instant(own: Daemon, image: str, tmp_path: Path) -> None:
     cli = Cli(own)
@@ -166,6 +167,7 @@ def test_a_damaged_disk_stalls_its_vm_until_it_is_mended(own: Daemon, image: str
         assert int(member.exec("grep -ao 'a mark that is on the disk' /run/read | wc -l", check=True).stdout_text) == 40000
 
 
+@pytest.mark.slow
 def test_disks_are_pushed_and_pulled(own: Daemon, image: str, tmp_path: Path) -> None:
     with own.client() as client:
         vm = client.run(image, name="far", memory_mib=256, disks=[vmfork.NewDisk.blank("data", 128 * MIB)])
@@ -228,6 +230,7 @@ def test_a_disk_of_a_snapshot_is_another_vms_first_content(
     client.volumes.remove("copy")
 
 
+@pytest.mark.slow
 def test_a_volume_says_whether_it_is_stored(client: vmfork.Client, image: str) -> None:
     """A read-only volume's content is in the snapshot. One that refuses forks is in none."""
     client.volumes.create("shared", size_bytes=16 * MIB, on_fork=vmfork.OnFork.READ_ONLY)

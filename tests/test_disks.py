@@ -173,6 +173,7 @@ def test_a_file_of_the_host_is_the_base_of_a_disk_and_stays_as_it_is(
     assert base.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_root_on_a_disk_is_forked_and_is_no_memory(client: vmfork.Client, image: str) -> None:
     """More than memory fits is written to the root, and each clone goes on with its own."""
     with client.run(
@@ -189,6 +190,7 @@ def test_a_root_on_a_disk_is_forked_and_is_no_memory(client: vmfork.Client, imag
                 assert clone.exec("test -e /srv/small").exit_code == 1
 
 
+@pytest.mark.slow
 @pytest.mark.limit(240)
 def test_a_full_host_stalls_a_vm_that_goes_on_with_all_its_bytes(
     make_daemon: Callable[..., Daemon], image: str
@@ -288,6 +290,7 @@ def _check(daemon: Daemon, name: str) -> vmfork.Check:
     return check
 
 
+@pytest.mark.slow
 def test_the_database_example_forks_a_transaction(daemon: Daemon, cli: Cli, image: str) -> None:
     example = [sys.executable, places.ROOT / "examples" / "database.py", "2000", "--image", image]
     env = {**cli.env, "PYTHONPATH": str(places.ROOT / "sdk" / "python" / "src"), "PYTHONDONTWRITEBYTECODE": "1"}

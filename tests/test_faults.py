@@ -42,6 +42,7 @@ def world(daemon: Daemon, booted: vmfork.VM, client: vmfork.Client) -> Iterator[
 # -- QEMU and keepers ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.limit(300)
 def test_qemu_killed_before_its_drain_loses_nothing_of_its_clones(world: World) -> None:
     world.load()
@@ -95,6 +96,7 @@ def test_a_program_in_a_vm_whose_qemu_is_killed_ends_with_an_error(world: World)
     complete(info.value, "guest", "conflict")
 
 
+@pytest.mark.slow
 @pytest.mark.limit(300)
 def test_a_keeper_killed_loses_nothing_while_its_qemu_lives(world: World) -> None:
     world.load(60)
@@ -137,6 +139,7 @@ def test_pages_that_are_lost_stop_their_clones_and_say_so(world: World) -> None:
             assert "page" in (clone.inspect().reason or "")
 
 
+@pytest.mark.slow
 @pytest.mark.limit(200)
 def test_a_qemu_that_stands_still_is_not_waited_for_for_ever(world: World) -> None:
     qemu = world.daemon.qemu(world.vm)

@@ -30,6 +30,7 @@ def fetched_while_filling(clone: vmfork.VM, mib: int) -> int:
     return fetched
 
 
+@pytest.mark.slow
 @pytest.mark.limit(400)
 def test_a_clone_that_fills_1_gib_afresh_fetches_at_most_4_percent(client: vmfork.Client, image: str) -> None:
     with guests.warm(client, image, name="fresh", memory_mib=2048) as vm:
@@ -41,7 +42,7 @@ def test_a_clone_that_fills_1_gib_afresh_fetches_at_most_4_percent(client: vmfor
 
 
 @pytest.mark.limit(400)
-@pytest.mark.parametrize(("memory_mib", "mib"), [(1024, 512), pytest.param(1536, 1024, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("memory_mib", "mib"), [(512, 256), pytest.param(1536, 1024, marks=pytest.mark.soak)])
 def test_what_was_used_and_reported_free_is_zero_in_snapshots(
     client: vmfork.Client, image: str, memory_mib: int, mib: int
 ) -> None:

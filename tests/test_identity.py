@@ -35,6 +35,7 @@ def test_clones_differ_in_all_that_is_random(vm: vmfork.VM) -> None:
             int(machine_id, 16)
 
 
+@pytest.mark.slow
 def test_random_numbers_that_a_program_draws_all_the_time_differ(vm: vmfork.VM) -> None:
     """Once a clone is reported, a program in it that went on through the fork draws its own."""
     vm.exec("(while :; do cat /proc/sys/kernel/random/uuid; done > /run/uuids) >/dev/null 2>&1 &", check=True)

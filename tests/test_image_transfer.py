@@ -37,6 +37,7 @@ def _described(daemon: Daemon, image: str) -> dict[str, object]:
     return described
 
 
+@pytest.mark.slow
 @pytest.mark.limit(300)
 def test_vms_boot_from_an_image_of_which_the_host_has_nothing(
     other: Daemon,

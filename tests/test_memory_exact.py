@@ -107,6 +107,7 @@ def test_a_line_of_forks_under_full_write_load(start: Callable[..., vmfork.VM], 
         member("verify")
 
 
+@pytest.mark.slow
 @pytest.mark.limit(900)
 @pytest.mark.parametrize(("mib", "clones", "changed"), [(24, 3, 4), pytest.param(64, 8, 12, marks=pytest.mark.soak)])
 def test_many_clones_under_memory_pressure(
@@ -129,7 +130,9 @@ def test_many_clones_under_memory_pressure(
 
 
 @pytest.mark.limit(600)
-@pytest.mark.parametrize("forks", [10, pytest.param(30, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "forks", [pytest.param(10, marks=pytest.mark.slow), pytest.param(30, marks=pytest.mark.soak)]
+)
 def test_what_is_given_back_is_needed_by_no_vm(start: Callable[..., vmfork.VM], seed: int, forks: int) -> None:
     """Many forks of a VM that writes, and of some of its clones, while earlier ones end in
     between."""

@@ -128,6 +128,7 @@ def _rows(cli: Cli) -> list[dict[str, object]]:
     return listed
 
 
+@pytest.mark.slow
 def test_clones_of_a_paused_vm_run_from_that_instant_and_it_stays_paused(counting: vmfork.VM) -> None:
     digest = _sum(counting)
     counting.pause()

@@ -46,6 +46,7 @@ def _waiting(daemon: Daemon) -> set[int]:
     return {process.pid for process in daemon.processes() if process.is_qemu and "-incoming" in process.command}
 
 
+@pytest.mark.slow
 @pytest.mark.limit(300)
 def test_a_qemu_that_waited_for_one_image_serves_another(
     make_daemon: MakeDaemon, image: str, tmp_path: Path, need: Callable[[object, str], None]

@@ -22,7 +22,7 @@ import pytest
 from harness import images, leftovers, places
 from harness.daemon import Daemon
 
-DOCUMENTS = ["README.md", "docs/tutorial.md"]
+DOCUMENTS = ["README.md", pytest.param("docs/tutorial.md", marks=pytest.mark.slow)]
 
 
 @dataclass

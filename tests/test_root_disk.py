@@ -23,6 +23,7 @@ def _root_bytes(daemon: Daemon, image: str) -> int:
     return int(described["files"]["root.img"]["size_bytes"])
 
 
+@pytest.mark.slow
 @pytest.mark.limit(400)
 def test_a_root_on_a_disk_is_written_itself_and_is_forked(
     client: vmfork.Client, daemon: Daemon, image: str, cli: Cli

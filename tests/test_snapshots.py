@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import vmfork
@@ -81,6 +82,7 @@ def chunks(daemon: Daemon) -> list[Path]:
     return sorted((daemon.state / "snapshots" / "chunks").glob("*/*"))
 
 
+@pytest.mark.slow
 @pytest.mark.limit(300)
 def test_a_snapshot_outlives_its_vm_and_its_daemon(own: Daemon) -> None:
     with own.client() as client:
@@ -117,9 +119,18 @@ def test_a_snapshot_outlives_its_vm_and_its_daemon(own: Daemon) -> None:
         assert memory.source.chunk > 0
 
 
+#: Ways to store all pages.
+FULL: list[dict[str, Any]] = [{}, {"compression": "none"}, {"keep_zero_pages": True}]
+
+
 @pytest.mark.limit(900)
-@pytest.mark.parametrize("cpus", [pytest.param(1, marks=pytest.mark.soak), 2])
-def test_memory_is_that_of_the_instant(make_daemon: MakeDaemon, image: str, seed: int, cpus: int) -> None:
+@pytest.mark.parametrize(
+    ("cpus", "full"),
+    [(2, 1), pytest.param(2, 3, marks=pytest.mark.slow), pytest.param(1, 3, marks=pytest.mark.soak)],
+)
+def test_memory_is_that_of_the_instant(
+    make_daemon: MakeDaemon, image: str, seed: int, cpus: int, full: int
+) -> None:
     """As for forks in `test_memory_exact.py`: every byte is known at any instant."""
     daemon = make_daemon()
     daemon.add_image(image)
@@ -127,18 +138,19 @@ def test_memory_is_that_of_the_instant(make_daemon: MakeDaemon, image: str, seed
     with daemon.client() as client:
         vm = client.run(image, name="exact", cpus=cpus, memory_mib=256)
         family = Family.begin(vm, seed, mib=32, threads=cpus)
-        for turn, options in enumerate([{}, {"compression": "none"}, {"keep_zero_pages": True}]):
+        for turn, options in enumerate(FULL[:full]):
             family.let_it_write()
             client.snapshots.create("exact", f"full{turn}", wait=True, full=True, record_s=0, **options)
         family.let_it_write()
         delta = client.snapshots.create("exact", "delta", wait=True, record_s=0)
-        assert delta.base == "full2"
+        assert delta.base == f"full{full - 1}"
         family.parent("verify")
     # Nothing of it is left in memory.
     daemon.kill()
     daemon.start()
     with daemon.client() as client:
-        for name, prefetch in [("full0", "none"), ("full1", "demand"), ("full2", "none"), ("delta", "all")]:
+        starts = [*zip((f"full{turn}" for turn in range(full)), ("none", "demand", "none"), strict=False), ("delta", "all")]
+        for name, prefetch in starts:
             one, two = (Memcheck(vm) for vm in start(client, name, 2, prefetch=prefetch))
             one("verify")
             two("resume")

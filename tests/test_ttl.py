@@ -187,6 +187,7 @@ def _fork_into_stopped_qemus(
     return forking, qemus
 
 
+@pytest.mark.slow
 @pytest.mark.limit(240)
 def test_a_bound_set_during_a_fork_reaches_clones_that_begin_after_their_parents_end(cluster: Cluster) -> None:
     web = cluster.warm(0, name="web", memory_mib=128)

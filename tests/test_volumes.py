@@ -47,6 +47,7 @@ def volume(client: vmfork.Client) -> Iterator[str]:
     client.volumes.remove(name)
 
 
+@pytest.mark.slow
 def test_a_volume_goes_from_one_vm_to_the_next(
     client: vmfork.Client, image: str, volume: str, cli: Cli
 ) -> None:
@@ -129,6 +130,7 @@ def test_a_volume_can_keep_its_vm_from_being_forked(
         vm.exec(f"{MOUNT} && echo on > /mnt/word && sync", check=True)
 
 
+@pytest.mark.slow
 def test_a_read_only_volume_is_shared_by_many_vms_and_their_clones(
     client: vmfork.Client, image: str, volume: str
 ) -> None:
