@@ -30,7 +30,10 @@ sdk() {
 
 shell_scripts() {
 	for script in mk/*.sh .ci/run crates/guest-image/src/hooks/*.sh; do
-		sh -n "$script"
+		case $(head -n 1 "$script") in
+		*bash) bash -n "$script" ;;
+		*) sh -n "$script" ;;
+		esac
 	done
 	if command -v shellcheck >/dev/null 2>&1; then
 		shellcheck -x -P mk mk/*.sh .ci/run crates/guest-image/src/hooks/*.sh
