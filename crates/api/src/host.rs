@@ -106,4 +106,7 @@ pub struct Image {
     /// Where it was pulled from, while its root depends on that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub remote: Option<String>,
+    /// Whether other hosts of the cluster can pull it from this one.
+    #[serde(default)]
+    pub seeded: bool,
 }

@@ -509,10 +509,22 @@ pub(crate) enum RawImage {
         #[arg(long, requires = "folder")]
         allow_other: bool,
     },
+    /// Let other hosts of the cluster pull an image from this one
+    ///
+    /// A compressed copy of it is kept in the host's store. Hosts that pull it get its parts from
+    /// each other, too.
+    Seed {
+        image: String,
+        /// No host pulls it from this one any more; the copy is removed
+        #[arg(long)]
+        stop: bool,
+    },
     /// Copy an image from a store; VMs can boot before its root file system arrives
     Pull {
         image: String,
-        /// s3://BUCKET/PREFIX, or a folder on the daemon's host
+        /// s3://BUCKET/PREFIX, a folder on the daemon's host, or cluster://HOST; cluster:// is any
+        /// host that seeds it
+        #[arg(default_value = "cluster://")]
         location: String,
         /// Wait until all of it has arrived; the root is a file then
         #[arg(long)]

@@ -44,6 +44,10 @@ pub trait Control: SnapshotControl + DiskControl + VolumeControl {
         request: TransferRequest,
     ) -> Answer<'a, TransferReply>;
     fn pull_image<'a>(&'a self, name: &'a str, request: TransferRequest) -> Answer<'a, Image>;
+    /// Let other hosts of the cluster pull an image from this one.
+    fn seed_image<'a>(&'a self, name: &'a str) -> Answer<'a, Image>;
+    /// End that.
+    fn unseed_image<'a>(&'a self, name: &'a str) -> Answer<'a, ()>;
     /// What an image's root holds, for one client, who speaks NBD on the socket. `writable`: what
     /// it writes lasts until it closes that. `user` as in [`Control::run`].
     fn serve_image<'a>(

@@ -13,8 +13,6 @@ use crate::store::{Staging, Store};
 
 /// Zeros of this length are left out of the file.
 const HOLE_BYTES: usize = 64 << 10;
-/// Of the hash that goes into the name of an image whose own is taken.
-const HASH_WORD: usize = 12;
 
 /// An image on its way into a store. Dropping it leaves nothing of it.
 #[derive(Debug)]
@@ -43,6 +41,8 @@ impl Store {
     /// The description is that of no image, or the folder cannot be written.
     pub fn arrive(&self, metadata: Metadata) -> Result<Arrival, ArrivalError> {
         check(&metadata).map_err(|why| ArrivalError::NoImage { why })?;
+        // Where it comes from it may have been; here it is not yet.
+        let metadata = Metadata { seeded: None, ..metadata };
         let staging = self.stage(&metadata.name)?;
         let missing = metadata.here().cloned().collect();
         Ok(Arrival { store: self.clone(), staging, metadata, missing })
@@ -96,7 +96,7 @@ impl Arrival {
         if let Some(file) = self.missing.pop_first() {
             return Err(ArrivalError::Missing { file });
         }
-        let names = names(&self.metadata);
+        let names: Vec<_> = self.metadata.names().collect();
         for name in &names {
             self.metadata.name.clone_from(name);
             if self.store.commit_new(&self.staging, &self.metadata)? || self.is_there(name) {
@@ -201,18 +201,6 @@ fn check(metadata: &Metadata) -> Result<(), String> {
         return Err("it has no kernel".to_owned());
     }
     Ok(())
-}
-
-/// What it may be called, the first choice first.
-fn names(metadata: &Metadata) -> Vec<String> {
-    let own = metadata.name.clone();
-    let with_hash = metadata.root_blake3().map(|hash| {
-        let word = hash.get(..HASH_WORD).unwrap_or(hash);
-        let room = vmfork_api::NAME_BYTES_MAX - 1 - word.len();
-        let stem: String = own.chars().take(room).collect();
-        format!("{stem}-{word}")
-    });
-    std::iter::once(own).chain(with_hash).collect()
 }
 
 #[cfg(test)]

@@ -153,6 +153,7 @@ pub fn import(
         input_hash: None,
         tree_hash: None,
         root_stored: None,
+        seeded: None,
         files,
     };
     store.commit(staging, &metadata)?;

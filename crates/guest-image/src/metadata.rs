@@ -11,6 +11,9 @@ pub const KERNEL_FILE: &str = "kernel";
 pub const INITRD_FILE: &str = "initrd";
 pub const ROOT_FILE: &str = "root.img";
 
+/// Of the hash that goes into the name of an image whose own is taken.
+const HASH_WORD: usize = 12;
+
 /// The contents of `image.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Metadata {
@@ -58,6 +61,10 @@ pub struct Metadata {
     /// there. It may still be on its way.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub root_stored: Option<String>,
+    /// A copy of it, as other hosts of a cluster pull it, is in the host's store of snapshots, by
+    /// this name there. Only of images whose root is a file.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub seeded: Option<String>,
     /// Size and hash of `kernel`, `initrd`, `root.img`, as far as present.
     pub files: BTreeMap<String, FileInfo>,
 }
@@ -88,6 +95,24 @@ impl Metadata {
     #[must_use]
     pub fn root_blake3(&self) -> Option<&str> {
         self.files.get(ROOT_FILE).map(|file| file.blake3.as_str())
+    }
+
+    /// What it may be called where its name is taken, the first choice first.
+    pub fn names(&self) -> impl Iterator<Item = String> + use<> {
+        let own = self.name.clone();
+        let with_hash = self.root_blake3().map(|hash| {
+            let word = hash.get(..HASH_WORD).unwrap_or(hash);
+            let room = vmfork_api::NAME_BYTES_MAX - 1 - word.len();
+            let stem: String = own.chars().take(room).collect();
+            format!("{stem}-{word}")
+        });
+        std::iter::once(own).chain(with_hash)
+    }
+
+    /// What the host's store of snapshots has of it, by its name there.
+    #[must_use]
+    pub fn stored(&self) -> Option<&String> {
+        self.root_stored.as_ref().or(self.seeded.as_ref())
     }
 
     /// Length of its root disk, if it has one.
@@ -126,6 +151,7 @@ impl Metadata {
             agent: self.agent,
             vms: 0,
             remote: None,
+            seeded: self.stored().is_some(),
         }
     }
 }

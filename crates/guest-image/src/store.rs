@@ -234,6 +234,23 @@ impl Store {
         }
     }
 
+    /// Say where the copy of an image is that other hosts pull, or that there is none. → whether
+    /// the image is still that one.
+    ///
+    /// # Errors
+    /// No such image, or its folder cannot be changed.
+    pub fn set_seeded(&self, image: &Metadata, seeded: Option<String>) -> Result<bool, StoreError> {
+        let path = self.folder(&image.name)?.join(METADATA_FILE);
+        let _lock = self.shelf.lock()?;
+        let there = self.metadata(&image.name)?;
+        if there.files != image.files {
+            return Ok(false);
+        }
+        write_whole(&path, &Metadata { seeded, ..there })
+            .map_err(StoreError::io("write", &path))?;
+        Ok(true)
+    }
+
     /// A place to put image `name` together, out of sight; sweeps away what dead builds left.
     pub(crate) fn stage(&self, name: &str) -> Result<Staging, StoreError> {
         self.folder(name)?;
@@ -270,10 +287,9 @@ impl Store {
 
     fn describe(&self, staging: &Staging, metadata: &Metadata) -> Result<(), StoreError> {
         let path = staging.path().join(METADATA_FILE);
-        let mut text = serde_json::to_vec_pretty(metadata)
-            .map_err(|e| StoreError::io("write", &path)(e.into()))?;
-        text.push(b'\n');
-        fs::write(&path, text).map_err(StoreError::io("write", &path))
+        text_of(metadata)
+            .and_then(|text| fs::write(&path, text))
+            .map_err(StoreError::io("write", &path))
     }
 
     fn folder(&self, name: &str) -> Result<PathBuf, StoreError> {
@@ -283,6 +299,22 @@ impl Store {
             Err(StoreError::BadName { name: name.into() })
         }
     }
+}
+
+fn text_of(metadata: &Metadata) -> io::Result<Vec<u8>> {
+    let mut text = serde_json::to_vec_pretty(metadata)?;
+    text.push(b'\n');
+    Ok(text)
+}
+
+/// Replace a file by another one, which outlasts a power cut once this returns.
+fn write_whole(path: &Path, metadata: &Metadata) -> io::Result<()> {
+    let (part, folder) = (path.with_extension("new"), path.parent().unwrap_or(path));
+    fs::write(&part, text_of(metadata)?)?;
+    fs::set_permissions(&part, fs::Permissions::from_mode(0o644))?;
+    File::open(&part)?.sync_all()?;
+    fs::rename(&part, path)?;
+    File::open(folder)?.sync_all()
 }
 
 /// A folder whose entries are folders of files, each there whole or not at all.

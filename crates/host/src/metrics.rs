@@ -164,6 +164,17 @@ pub enum Sourced {
     Failed,
 }
 
+/// What happened to a chunk of a guest image that hosts pull from each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ImageChunk {
+    /// It came from another host.
+    Came,
+    /// It was given to another host.
+    Given,
+    /// Of these, it was brought from a third host for that.
+    Relayed,
+}
+
 /// How a VM came to its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum EndReason {
@@ -196,7 +207,7 @@ macro_rules! label_value {
     )*};
 }
 label_value!(Stage, FaultKind, Source, Sourced, Place, Side, Role, EndReason);
-label_value!(GroupPages, GroupEvent, StallReason);
+label_value!(GroupPages, GroupEvent, StallReason, ImageChunk);
 
 fn snake_case(variant: &impl Debug) -> String {
     let mut out = String::new();
@@ -253,6 +264,11 @@ struct FromLabel {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct EventLabel {
     event: Sourced,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ImageChunkLabel {
+    what: ImageChunk,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -332,6 +348,7 @@ pub struct Metrics {
     disk_pages: Counter,
     unverified: Counter,
     sourced: Family<EventLabel, Counter>,
+    image_chunks: Family<ImageChunkLabel, Counter>,
     group_pages: Family<GroupPagesLabel, Counter>,
     group_events: Family<GroupEventLabel, Counter>,
     fetched: Family<SourceLabel, Counter>,
@@ -419,6 +436,7 @@ impl Metrics {
                 "transfer_events",
                 "What happened to reads of other hosts' pages besides that they came"
             ),
+            image_chunks: metric!("image_chunks", "Chunks of guest images between hosts"),
             group_pages: metric!("multicast_pages", "What became of pages by multicast"),
             group_events: metric!("multicast_events", "What else happened by multicast"),
             fetched: metric!("cache_filled", "Brought into caches, by where it was", Bytes),
@@ -532,6 +550,11 @@ impl Metrics {
                 self.sourced.get_or_create(&EventLabel { event: what }).inc_by(count)
             }
         };
+    }
+
+    /// Adds the increase since the last call for `what`.
+    pub fn add_image_chunks(&self, what: ImageChunk, count: u64) {
+        self.image_chunks.get_or_create(&ImageChunkLabel { what }).inc_by(count);
     }
 
     /// Adds the increase since the last call for `what`.

@@ -188,25 +188,51 @@ impl Peer {
         let wrong = |what: String| CallError::Answer { host: self.name.clone(), what };
         let body = serde_json::to_vec(ask).map_err(|error| wrong(error.to_string()))?;
         let body = Bytes::from(body);
+        let request = || post(path, "application/json", body.clone());
+        let answer = self.call_again(kept, request, wait).await?;
+        serde_json::from_slice(&answer).map_err(|error| wrong(error.to_string()))
+    }
+
+    /// What it answers to a GET, over `kept` as with [`Peer::ask_again`].
+    ///
+    /// # Errors
+    /// As [`Peer::call`].
+    pub(super) async fn get_again(
+        &self,
+        kept: &mut Option<Connection>,
+        path: &str,
+        wait: Duration,
+    ) -> Result<Bytes, CallError> {
+        let request = || {
+            let mut request = Request::new(Body::empty());
+            *request.uri_mut() = uri(path);
+            request
+        };
+        self.call_again(kept, request, wait).await
+    }
+
+    async fn call_again(
+        &self,
+        kept: &mut Option<Connection>,
+        request: impl Fn() -> Request,
+        wait: Duration,
+    ) -> Result<Bytes, CallError> {
         let said = async {
             // One that has ended since it was used last says nothing of the host.
             if let Some(mut connection) = kept.take()
-                && let request = post(path, "application/json", body.clone())
-                && let Ok(response) = self.send_over(&mut connection, request, wait).await
+                && let Ok(response) = self.send_over(&mut connection, request(), wait).await
             {
                 let answer = self.whole(response).await?;
                 *kept = Some(connection);
                 return Ok(answer);
             }
             let mut connection = self.connect().await?;
-            let request = post(path, "application/json", body);
-            let response = self.send_over(&mut connection, request, wait).await?;
+            let response = self.send_over(&mut connection, request(), wait).await?;
             let answer = self.whole(response).await?;
             *kept = Some(connection);
             Ok(answer)
         };
-        let answer = timeout(wait, said).await.map_err(|_elapsed| self.late(wait))??;
-        serde_json::from_slice(&answer).map_err(|error| wrong(error.to_string()))
+        timeout(wait, said).await.map_err(|_elapsed| self.late(wait))?
     }
 
     /// Send bytes, and read all of the answer.

@@ -24,7 +24,7 @@ use crate::settings::Settings;
 use crate::this_host::ThisHost;
 use vmfork_control::Answer;
 use vmfork_fork::{Allotted, Forker, PlanAsk, Remote};
-use vmfork_host::metrics::{Multicast, Role, Side, Sourced, Traffic};
+use vmfork_host::metrics::{ImageChunk, Multicast, Role, Side, Sourced, Traffic};
 use vmfork_host::vm::Vm;
 use vmfork_rest::http::{Answered, Elsewhere};
 
@@ -101,6 +101,11 @@ impl Cluster {
     /// What became of what was sent, and heard, by multicast, since it is a member.
     pub fn multicast(&self) -> Vec<(Multicast, u64)> {
         self.life().map(|life| life.multicast()).unwrap_or_default()
+    }
+
+    /// What has happened to chunks of images that hosts pull from each other.
+    pub fn image_chunks(&self) -> [(ImageChunk, u64); 3] {
+        self.this.stored.counts()
     }
 
     /// By which this life of the daemon is told from others.

@@ -28,6 +28,7 @@
 //! | `transfer_estimate`, `guest_images` | what a host lacks for clones: memory, a disk |
 //! | `images`, `loans`, `arrivals` | names of images; how long lent and borrowed ones stay |
 //! | `disks` | disks of clones on other hosts: page tables, and pages as they are read |
+//! | `stored`, `stored_blobs`, `stored_routes` | images that hosts pull from each other, chunk by chunk |
 //! | `sources`, `multicast` | where missing pages come from: one host, or sent to all |
 //! | `touch_feedback` | what clones touch, reported to the parent's host |
 //! | `quotas`, `jobs` | what a user has on all hosts; nodes that an engine holds |
@@ -39,7 +40,7 @@
 //!
 //! It does not know who may be a member ([`vmfork_cluster`]) or how pages travel
 //! ([`vmfork_transfer`]). It does not know how a VM is frozen or a clone started
-//! ([`vmfork_fork`]). It knows no stored snapshots.
+//! ([`vmfork_fork`]). Of stored snapshots it knows the files of guest images.
 
 mod arrivals;
 mod away;
@@ -72,6 +73,9 @@ mod routes;
 mod server;
 mod settings;
 mod sources;
+mod stored;
+mod stored_blobs;
+mod stored_routes;
 #[cfg(test)]
 mod tests;
 mod this_host;
@@ -87,3 +91,4 @@ pub use self::member::Member;
 pub use self::operations::Operations;
 pub use self::pace::Pace;
 pub use self::settings::{PageTransfer, Settings, TicketPlace};
+pub use self::stored::{Images as StoredImages, Told, Wanted};

@@ -316,6 +316,7 @@ async fn beat(life: std::sync::Weak<Life>, this: Arc<ThisHost>, mut stop: watch:
         let is_member = |host| HostId::new(host).is_some_and(is_host);
         life.callers.keep(is_host);
         life.connections.keep(is_host);
+        this.stored.keep(is_host);
         life.service.keep(is_member);
         life.groups.iter().for_each(|groups| groups.keep(is_member));
         // Ends engines, and looks up addresses.

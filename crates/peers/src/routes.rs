@@ -7,6 +7,7 @@
 //! | `POST /cluster/v1/clones` | a descriptor, as bytes → `Vec<CloneResult>`: start clones |
 //! | `POST /cluster/v1/clones/give-up` | the number of an order: end what it started |
 //! | `…/cluster/v1/guest-images…` | [`super::guest_images`] |
+//! | `…/cluster/v1/stored-images…` | [`super::stored_routes`] |
 //! | `POST /cluster/v1/leases` | [`PlacesAsk`] → for how many clones of a ticket room is set aside |
 //! | `POST /cluster/v1/leases/release` | the number of an ask: its room is not needed |
 //! | `POST /cluster/v1/quotas` | of a user's keeper: [`QuotaAsk`] → `QuotaAnswer` |
@@ -41,6 +42,7 @@ use super::remote_fork::receive::{self, Here};
 use super::remote_fork::send::{CLONES, GIVE_UP};
 use super::remote_fork::{DESCRIPTOR_BYTES_MAX, Descriptor};
 use super::server::{Arrived, Caller, Routes};
+use super::stored_routes;
 use super::this_host::ThisHost;
 use super::tickets::{self, LEASES, LETTERS, PlacesAsk, RELEASE};
 use super::touch_feedback::{self, TOUCHED};
@@ -90,13 +92,18 @@ pub(super) fn of(
         .route(TOUCHED, post(touch_feedback::hear))
         .route(LIFETIMES, post(lifetimes::hear))
         .merge(clones)
-        .with_state(context);
+        .with_state(context.clone());
+    let stored = stored_routes::of(this, context);
     let heartbeats = Router::new().route(HEARTBEAT, post(heartbeat)).with_state(of_life.clone());
     let images = this.core().map(|core| guest_images::giving(core.images.clone()));
     let api = this.api.get().cloned().unwrap_or_default();
     Routes {
         // The API answers in its own way to what is no route.
-        members: members.merge(heartbeats).merge(images.unwrap_or_default()).fallback_service(api),
+        members: members
+            .merge(heartbeats)
+            .merge(stored)
+            .merge(images.unwrap_or_default())
+            .fallback_service(api),
         newcomers: Router::new().route(JOIN, post(join)).with_state(of_life),
     }
 }

@@ -7,6 +7,7 @@ use vmfork_fork::Forker;
 use vmfork_host::core::Core;
 
 use crate::settings::Settings;
+use crate::stored::Stored;
 
 /// One per daemon.
 pub(crate) struct ThisHost {
@@ -15,6 +16,8 @@ pub(crate) struct ThisHost {
     pub(crate) epoch: u32,
     /// What members may ask of this host: its REST API. Set once, before anything is served.
     pub(crate) api: OnceLock<Router>,
+    /// Guest images that hosts pull from each other.
+    pub(crate) stored: Stored,
     forker: OnceLock<Weak<Forker>>,
 }
 
@@ -26,7 +29,13 @@ impl std::fmt::Debug for ThisHost {
 
 impl ThisHost {
     pub(crate) fn new(settings: Settings, epoch: u32) -> Self {
-        Self { settings, epoch, api: OnceLock::new(), forker: OnceLock::new() }
+        Self {
+            settings,
+            epoch,
+            api: OnceLock::new(),
+            stored: Stored::default(),
+            forker: OnceLock::new(),
+        }
     }
 
     /// What clones of other hosts' VMs are started with.

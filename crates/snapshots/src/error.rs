@@ -8,7 +8,7 @@ use vmfork_api::labels::LabelError;
 use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_disk::ImageError;
 use vmfork_engine::{EngineError, OpenError, PageLost};
-use vmfork_guest_image::{ArrivalError, Remedy as _};
+use vmfork_guest_image::{ArrivalError, Remedy as _, StoreError as ImageStoreError};
 use vmfork_host::disks::{DiskError, LayerError};
 use vmfork_image::TableError;
 use vmfork_qemu::QmpError;
@@ -18,7 +18,8 @@ use vmfork_fork::state::StateError;
 use vmfork_fork::{Error as ForkError, Unlike};
 use vmfork_host::error::{DOCTOR, Error as HostError, Refusal, chain};
 
-const PLACE: &str = "name a folder of the daemon's host, or s3://BUCKET/PREFIX";
+const PLACE: &str =
+    "name a folder of the daemon's host, s3://BUCKET/PREFIX, or for an image cluster://[HOST]";
 
 /// Why an operation on stored snapshots failed. With its sources ([`chain`]) it is the cause that
 /// a user reads.
@@ -88,6 +89,9 @@ pub enum SnapshotError {
     Profile(#[source] vmfork_policy::ProfileError),
     #[error(transparent)]
     S3(#[from] vmfork_store_s3::OpenError),
+    /// What other hosts say.
+    #[error(transparent)]
+    Cluster(ErrorBody),
     #[error("its VM has ended")]
     Ended,
     /// Of the VMs of this host.
@@ -127,9 +131,13 @@ pub enum GuestImageError {
     /// A snapshot can't be called so.
     #[error("the guest image `{name}` was pulled, and has the name in the store")]
     HasName { name: String },
+    #[error("the image `{name}` was replaced meanwhile")]
+    Replaced { name: String },
+    #[error("the root of the image `{name}` is in the store, and hosts pull it from there")]
+    Needed { name: String },
     /// The folder of images.
     #[error(transparent)]
-    Images(#[from] Box<vmfork_guest_image::StoreError>),
+    Images(#[from] Box<ImageStoreError>),
     /// A file of an image is not what was stored, or can't be written.
     #[error(transparent)]
     Arrival(#[from] Box<ArrivalError>),
@@ -138,8 +146,13 @@ pub enum GuestImageError {
 impl GuestImageError {
     fn code(&self) -> ErrorCode {
         match self {
-            Self::Snapshot { .. } | Self::Image { .. } | Self::HasName { .. } => {
-                ErrorCode::Conflict
+            Self::Snapshot { .. }
+            | Self::Image { .. }
+            | Self::HasName { .. }
+            | Self::Replaced { .. }
+            | Self::Needed { .. } => ErrorCode::Conflict,
+            Self::Images(error) if matches!(**error, ImageStoreError::NotFound { .. }) => {
+                ErrorCode::NotFound
             }
             Self::Arrival(error) if matches!(**error, ArrivalError::Names { .. }) => {
                 ErrorCode::Conflict
@@ -154,6 +167,8 @@ impl GuestImageError {
             Self::Image { name } => Some(format!("`vmfork image pull {name}` brings it")),
             Self::Unfit { .. } => Some("push it again from a host that has it".to_owned()),
             Self::HasName { .. } => Some("choose another name".to_owned()),
+            Self::Replaced { .. } => Some("try again".to_owned()),
+            Self::Needed { name } => Some(format!("`vmfork image rm {name}` removes it")),
             Self::Images(error) => error.remedy(),
             Self::Arrival(error) => error.remedy(),
         }
@@ -195,6 +210,7 @@ impl SnapshotError {
         let (code, remedy) = match self {
             Self::Host(error) => return error.to_body(message),
             Self::Fork(error) => return error.to_body(message),
+            Self::Cluster(error) => (error.code, error.remedy.clone()),
             Self::Store(error) => (store_code(error), error.remedy()),
             Self::S3(error @ vmfork_store_s3::OpenError::Location(_)) => {
                 (ErrorCode::BadRequest, error.remedy())

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   push  kernel, initrd, root ─► disks of a stored snapshot, whose `vm` has the metadata
+//!   seed  the same disks, in this host's own store: hosts of its cluster pull from there
 //!   pull  adopt ─► read kernel, initrd ─► the image is there, its root a stored disk
 //!                                             └─ all chunks here ─► its root is a file
 //! ```
@@ -22,14 +23,17 @@ use vmfork_api::{ErrorBody, SCHEMA, TransferReply, TransferRequest};
 use vmfork_disk::Lower as _;
 use vmfork_guest_image::{Arrival, INITRD_FILE, ImageFiles, KERNEL_FILE, Metadata, ROOT_FILE};
 use vmfork_image::{PAGE_BYTES, PageIdx, PageRange};
-use vmfork_store::{Compression, Draft, Extent, ImageDraft, Role};
+use vmfork_store::{
+    BlobError, Compression, Draft, Extent, ImageDraft, KeyOf, Role, SnapshotId, StoreError,
+    is_origin,
+};
 
 use crate::create::{CHUNK_PAGES, ZSTD_LEVEL};
 use crate::error::{GuestImageError, SnapshotError};
 use crate::keep::{self, with_work};
 use crate::kind::{Kind, described, is_guest_image, metadata_of};
 use crate::library::{Library, Snapshots};
-use crate::location::{For, store_at};
+use crate::location::{For, Found};
 use crate::transfer::bring;
 use crate::work::blocking;
 use vmfork_host::error::{chain, outcome};
@@ -42,6 +46,15 @@ const SECTOR_BYTES: u64 = 512;
 const PIECE_PAGES: u64 = 256;
 /// A kernel or an initrd that is larger is none.
 const FILE_BYTES_MAX: u64 = 1 << 30;
+
+/// How a stored image is asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Known<'a> {
+    /// Of an image of this host.
+    Name(&'a str),
+    /// Of what is stored.
+    Id(SnapshotId),
+}
 
 /// Its disk, and the file of the image that it holds.
 const PARTS: [(&str, &str); 3] =
@@ -64,7 +77,7 @@ pub async fn push(
         let files = vmfork_host::core::open_image(&library.core, &name)
             .map_err(|error| SnapshotError::Host(error.into()))?;
         let snapshots = &library.snapshots;
-        let other = store_at(&request.location, For::Writing, &snapshots.runtime)?;
+        let other = snapshots.places.store_at(&request.location, For::Writing)?;
         if let Some(stored) = &files.metadata.root_stored {
             let copied = snapshots.store.copy_to(stored, &other, work)?;
             return Ok((copied.names, copied.bytes));
@@ -74,12 +87,8 @@ pub async fn push(
             _ => {}
         }
         let (draft, parts) = draft(files)?;
-        let read = |role: &Role, range: PageRange, bytes: &mut [u8]| {
-            let part = parts.iter().find(|(of, _)| of == role);
-            part.map_or(Err(io::ErrorKind::NotFound.into()), |(_, file)| {
-                read_at(file, range, bytes)
-            })
-        };
+        let read =
+            |role: &Role, range: PageRange, bytes: &mut [u8]| part(&parts, role, range, bytes);
         let stored = other.create(draft, &read, work)?;
         Ok((vec![name], stored.counts().stored_bytes))
     })
@@ -89,9 +98,70 @@ pub async fn push(
     Ok(TransferReply { schema: SCHEMA.to_owned(), names, sent_bytes, total_ms })
 }
 
+/// Keep a copy of a guest image in this host's store, for other hosts of its cluster. One that was
+/// pulled, and whose root is in the store, is there already.
+///
+/// # Errors
+/// There is none of that name; snapshots have the names that the copy could have.
+pub async fn seed(library: &Arc<Library>, name: &str) -> Result<(), ErrorBody> {
+    let message = format!("seed image `{name}`");
+    let _turn = library.snapshots.image_turn.lock().await;
+    let name = name.to_owned();
+    let seeded = with_work(library, move |library, work| {
+        let files = vmfork_host::core::open_image(&library.core, &name)
+            .map_err(|error| SnapshotError::Host(error.into()))?;
+        let metadata = files.metadata.clone();
+        let store = &library.snapshots.store;
+        if metadata.stored().is_some_and(|stored| store.descriptor(stored).is_ok()) {
+            return Ok(());
+        }
+        let (mut draft, parts) = draft(files)?;
+        draft.name = library.free_name(&metadata)?;
+        let stored = draft.name.clone();
+        store.create(
+            draft,
+            &|role: &Role, range, bytes: &mut [u8]| part(&parts, role, range, bytes),
+            work,
+        )?;
+        let images = &library.core.images;
+        let is_same = images.set_seeded(&metadata, Some(stored));
+        match is_same.map_err(|error| GuestImageError::Images(Box::new(error)))? {
+            true => Ok(()),
+            false => Err(GuestImageError::Replaced { name: metadata.name }.into()),
+        }
+    })
+    .await;
+    seeded.map_err(|error| error.to_body(message))
+}
+
+/// End that. Hosts that have not pulled all of it find the rest at each other, or not.
+///
+/// # Errors
+/// There is none of that name; its root is in the store.
+pub async fn unseed(library: &Arc<Library>, name: &str) -> Result<(), ErrorBody> {
+    let message = format!("stop seeding image `{name}`");
+    let ended = {
+        let _turn = library.snapshots.image_turn.lock().await;
+        let (library, name) = (Arc::clone(library), name.to_owned());
+        blocking(move || {
+            let images = &library.core.images;
+            let failed = |error| SnapshotError::from(GuestImageError::Images(Box::new(error)));
+            let metadata = images.metadata(&name).map_err(failed)?;
+            if metadata.root_stored.is_some() {
+                return Err(GuestImageError::Needed { name }.into());
+            }
+            images.set_seeded(&metadata, None).map(drop).map_err(failed)
+        })
+        .await
+    };
+    ended.map_err(|error| error.to_body(message))?;
+    library.forget_unneeded().await;
+    Ok(())
+}
+
 /// How it is stored, and the files that its images are read from.
 fn draft(mut files: ImageFiles) -> Result<(Draft, Vec<(Role, File)>), SnapshotError> {
-    let metadata = files.metadata.clone();
+    let metadata = Metadata { seeded: None, ..files.metadata.clone() };
     let opened = [files.kernel.take(), files.initrd.take(), files.root.take()];
     let mut parts = Vec::new();
     let mut images = Vec::new();
@@ -113,6 +183,12 @@ fn draft(mut files: ImageFiles) -> Result<(Draft, Vec<(Role, File)>), SnapshotEr
     }
     let vm = described(&metadata);
     Ok((Draft { name: metadata.name, id: None, images, state: Vec::new(), vm }, parts))
+}
+
+/// Pages of one of the files.
+fn part(parts: &[(Role, File)], role: &Role, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {
+    let part = parts.iter().find(|(of, _)| of == role);
+    part.map_or(Err(io::ErrorKind::NotFound.into()), |(_, file)| read_at(file, range, bytes))
 }
 
 /// Bytes of a file, and zeros after its end.
@@ -144,8 +220,15 @@ pub async fn pull(
 ) -> Result<String, ErrorBody> {
     let message = format!("pull image `{name}` from {}", request.location);
     let wait = request.wait;
-    let comes = Coming::begin(library, name);
-    let stored = bring(library, (Kind::GuestImage, name), request, message.clone()).await;
+    let (name, location) = {
+        let (library, name) = (Arc::clone(library), name.to_owned());
+        let location = request.location.clone();
+        let found = blocking(move || library.snapshots.places.resolve(&name, &location)).await;
+        found.map_err(|error| error.to_body(&message))?
+    };
+    let request = TransferRequest { location, ..request };
+    let comes = Coming::begin(library, &name);
+    let stored = bring(library, (Kind::GuestImage, &name), request, message.clone()).await;
     let stored = match stored {
         Ok(stored) => stored,
         Err(error) => {
@@ -258,10 +341,59 @@ impl Library {
         let stored = stored.filter(|(_, found)| found.as_ref().is_ok_and(is_guest_image));
         let coming = self.snapshots.coming().clone();
         let is_needed = |name: &String| {
-            coming.contains(name)
-                || images.iter().any(|image| image.root_stored.as_ref() == Some(name))
+            coming.contains(name) || images.iter().any(|image| image.stored() == Some(name))
         };
         Ok(stored.map(|(name, _)| name).filter(|name| !is_needed(name)).collect())
+    }
+
+    /// What the copy of an image can be called in the store.
+    fn free_name(&self, metadata: &Metadata) -> Result<String, SnapshotError> {
+        let is_free = |name: &String| {
+            self.snapshots.store.descriptor(name).is_err()
+                && !self.snapshots.store.is_being_written(name)
+        };
+        let mut names = metadata.names();
+        let taken = || SnapshotError::NameTaken { name: metadata.name.clone() };
+        names.find(is_free).ok_or_else(taken)
+    }
+
+    /// A stored guest image of this host, by its image's name or by its ID. Also whether all of it
+    /// is here. Blocking.
+    #[must_use]
+    pub fn stored_image(&self, of: Known<'_>) -> Option<(Found, bool)> {
+        let store = &self.snapshots.store;
+        let descriptor = match of {
+            Known::Id(id) => store.by_id(id).ok()??,
+            Known::Name(name) => {
+                let stored = self.core.images.metadata(name).ok()?.stored()?.clone();
+                store.descriptor(&stored).ok()?
+            }
+        };
+        let is_whole = store.origin(&descriptor.name).ok()?.is_none();
+        let found = Found { name: descriptor.name.clone(), id: descriptor.id };
+        is_guest_image(&descriptor).then_some((found, is_whole))
+    }
+
+    /// A file of a stored guest image, or a chunk, for another host. Blocking.
+    ///
+    /// # Errors
+    /// There is none of that key, or it is none that other hosts need.
+    pub fn give(&self, key: &str) -> Result<Vec<u8>, BlobError> {
+        let store = &self.snapshots.store;
+        let is_of_image = |name: &str| store.descriptor(name).is_ok_and(|it| is_guest_image(&it));
+        match KeyOf::parse(key) {
+            Some(KeyOf::Format | KeyOf::Chunk(_)) => store.give(key),
+            Some(KeyOf::Snapshot(name)) if !is_origin(key) && is_of_image(name) => store.give(key),
+            _ => Err(BlobError::NotFound { key: key.to_owned(), place: store.describe() }),
+        }
+    }
+
+    /// Keep a chunk that was brought for another host. Blocking.
+    ///
+    /// # Errors
+    /// It is another one, or can't be written.
+    pub fn keep_chunk(&self, hash: &blake3::Hash, file: &[u8]) -> Result<(), StoreError> {
+        self.snapshots.store.keep_chunk(hash, file)
     }
 
     /// While this is held, no image becomes one here, and none goes.

@@ -22,7 +22,7 @@
 //! VMs go on, and what they may need stays in the store until they have ended. What is being
 //! written is listed from the first moment, and nothing of it is left if that fails.
 //!
-//! It does not know other hosts, and of HTTP only the bodies of replies.
+//! It knows other hosts as [`ClusterImages`] alone, and of HTTP only the bodies of replies.
 
 mod bases;
 mod collect;
@@ -51,5 +51,6 @@ mod work;
 
 pub use self::error::SnapshotError;
 pub use self::library::{Library, Snapshots};
+pub use self::location::{ClusterImages, Found};
 pub use self::opened::Opened;
 pub use self::opening::StoredDisks;

@@ -10,6 +10,7 @@ use vmfork_store::{HotChunks, ImageDescriptor, Role, SnapshotId, Store, StoreErr
 use crate::collect::Collector;
 use crate::error::SnapshotError;
 use crate::kind::is_guest_image;
+use crate::location::{ClusterImages, Places};
 use crate::opened::Open;
 use crate::turns::Turns;
 use crate::under_way::{AllUnderWay, Pulls};
@@ -50,7 +51,8 @@ pub struct Snapshots {
     pub(crate) image_turn: tokio::sync::Mutex<()>,
     /// Names of stored guest images that are being brought, one for each client.
     coming: Mutex<Vec<String>>,
-    /// For stores that are reached over a network.
+    pub(crate) places: Places,
+    /// For clients that wait.
     pub(crate) runtime: Handle,
 }
 
@@ -86,6 +88,7 @@ impl Snapshots {
             image_turn: tokio::sync::Mutex::default(),
             coming: Mutex::default(),
             collector: Collector::new(&store, &runtime),
+            places: Places::new(runtime.clone()),
             runtime,
             store,
         })
@@ -106,6 +109,11 @@ impl Snapshots {
             return Err(SnapshotError::Size { name: name.clone(), said, pages });
         }
         Ok(facts)
+    }
+
+    /// Images are pulled from hosts of this host's cluster, too.
+    pub fn set_cluster(&self, cluster: Arc<dyn ClusterImages>) {
+        self.places.set_cluster(cluster);
     }
 
     pub(crate) fn coming(&self) -> MutexGuard<'_, Vec<String>> {

@@ -18,7 +18,6 @@ use crate::bases::Bases;
 use crate::disks;
 use crate::error::SnapshotError;
 use crate::library::{Library, Snapshots};
-use crate::location::blobs_at;
 use crate::opened::{OpenOnes, Opened, tables};
 use vmfork_host::vm::Provenance;
 
@@ -217,7 +216,7 @@ impl Snapshots {
             let blobs = match known {
                 Some(blobs) => blobs,
                 None => {
-                    let blobs = blobs_at(origin, &self.runtime)?;
+                    let blobs = self.places.blobs_at(origin)?;
                     let known = Arc::downgrade(&blobs);
                     self.open_ones().remotes.insert(origin.to_owned(), known);
                     blobs

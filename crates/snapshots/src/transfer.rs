@@ -16,7 +16,7 @@ use crate::error::SnapshotError;
 use crate::keep::with_work;
 use crate::kind::{Kind, is_guest_image};
 use crate::library::Library;
-use crate::location::{For, store_at};
+use crate::location::For;
 use crate::placing::{Placed, Pulling};
 use crate::under_way::{Doing, UnderWay};
 use crate::work::{CancelOnDrop, blocking};
@@ -187,7 +187,7 @@ pub async fn push(
     library.snapshots.check_written(name).map_err(failed)?;
     let name = name.to_owned();
     let copied = with_work(library, move |library, work| {
-        let other = store_at(&request.location, For::Writing, &library.snapshots.runtime)?;
+        let other = library.snapshots.places.store_at(&request.location, For::Writing)?;
         Ok(library.snapshots.store.copy_to(&name, &other, work)?)
     })
     .await
@@ -274,7 +274,7 @@ fn adopt(
 ) -> Result<Adopted, SnapshotError> {
     let snapshots = &library.snapshots;
     let begin = || {
-        let remote = store_at(location, For::Reading, &snapshots.runtime)?;
+        let remote = snapshots.places.store_at(location, For::Reading)?;
         // Nothing of another kind is written.
         kind.check(&remote.descriptor(name)?)?;
         let adopted =

@@ -32,6 +32,7 @@ mod error;
 mod files;
 mod flatten;
 pub mod format;
+mod give;
 mod hot;
 mod names;
 mod pins;
@@ -57,6 +58,7 @@ pub use format::descriptor::{
 pub use format::role::{DeviceName, Role, RoleError};
 pub use format::table::{Extent, Table};
 pub use format::{Compression, Flaw};
+pub use give::{KeyOf, is_chunk, is_origin};
 pub use hot::HotChunks;
 pub use names::{NAME_BYTES_MAX, name_is_valid};
 pub use profile::WorkingSetReader;

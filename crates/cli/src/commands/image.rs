@@ -56,6 +56,8 @@ pub(super) async fn run(global: &Global, action: ImageAction) -> anyhow::Result<
             push(global, query, &name, &location).await
         }
         ImageAction::Serve(config) => serve::run(global, config).await,
+        ImageAction::Seed { name, stop: false } => seed(global, &name).await,
+        ImageAction::Seed { name, stop: true } => unseed(global, &name).await,
         ImageAction::Pull { name, location, wait } => pull(global, &name, &location, wait).await,
     }
 }
@@ -209,6 +211,27 @@ async fn pull(global: &Global, name: &str, location: &str, wait: bool) -> anyhow
     Ok(Exit::Done)
 }
 
+async fn seed(global: &Global, name: &str) -> anyhow::Result<Exit> {
+    let client = reach(global).await?;
+    let spinner = global.printer.spinner(format!("Copying `{name}` to the host's store"));
+    let query = Query::new(format!("/v1/images/{name}/seed"));
+    let image: Image = client.act(query, WHOLE).await?;
+    spinner.finish_and_clear();
+    if global.printer.json {
+        global.printer.with_schema(&image)?;
+        return Ok(Exit::Done);
+    }
+    global.printer.note(&format!("Hosts of the cluster can pull it: `vmfork image pull {name}`"));
+    Ok(Exit::Done)
+}
+
+async fn unseed(global: &Global, name: &str) -> anyhow::Result<Exit> {
+    let client = reach(global).await?;
+    client.delete(Query::new(format!("/v1/images/{name}/seed"))).await?;
+    global.printer.note(&format!("No host pulls `{name}` from this one any more"));
+    Ok(Exit::Done)
+}
+
 fn pulled(image: &Image, location: &str) -> String {
     let name = format::printable(&image.name);
     match &image.remote {
@@ -262,6 +285,7 @@ mod tests {
             agent: true,
             vms: 0,
             remote: Some("s3://a/b".to_owned()),
+            seeded: true,
         };
         assert!(pulled(&image, "s3://a/b").contains("still arrives from s3://a/b"));
         image.remote = None;

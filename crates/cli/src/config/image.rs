@@ -30,6 +30,10 @@ pub(crate) enum ImageAction {
         location: String,
         wait: bool,
     },
+    Seed {
+        name: String,
+        stop: bool,
+    },
     Serve(ServeConfig),
 }
 
@@ -94,6 +98,7 @@ impl ImageAction {
             RawImage::Pull { image, location, wait } => {
                 Self::Pull { name: name(image)?, location: value::location(location)?, wait }
             }
+            RawImage::Seed { image, stop } => Self::Seed { name: name(image)?, stop },
             RawImage::Serve { image, folder, nbd: socket, writable, allow_other } => {
                 let image = name(image)?;
                 Self::Serve(ServeConfig { image, folder, socket, writable, allow_other })

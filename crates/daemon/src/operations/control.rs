@@ -30,6 +30,15 @@ const OPEN_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long a transfer into a guest may stand still.
 const STALL: Duration = Duration::from_secs(60);
 
+impl Hub {
+    /// An image as it is listed.
+    async fn image(&self, name: &str, what: &str) -> Result<Image, ErrorBody> {
+        let found = self.images().await?.into_iter().find(|image| image.name == name);
+        let gone = || ControlError::from(StoreError::NotFound { name: name.to_owned() });
+        found.ok_or_else(|| gone().to_body(format!("{what} `{name}`")))
+    }
+}
+
 impl Control for Hub {
     fn has_vm(&self, vm: &str) -> bool {
         self.core.registry.find("find", vm).is_ok() || self.core.state.is_lost(vm)
@@ -96,12 +105,21 @@ impl Control for Hub {
     fn pull_image<'a>(&'a self, name: &'a str, request: TransferRequest) -> Answer<'a, Image> {
         async move {
             let name = guest_images::pull(&self.library, name, request).await?;
-            let all = self.images().await?;
-            let gone = || ControlError::from(StoreError::NotFound { name: name.clone() });
-            let found = all.into_iter().find(|image| image.name == name);
-            found.ok_or_else(|| gone().to_body(format!("pull image `{name}`")))
+            self.image(&name, "pull image").await
         }
         .boxed()
+    }
+
+    fn seed_image<'a>(&'a self, name: &'a str) -> Answer<'a, Image> {
+        async move {
+            guest_images::seed(&self.library, name).await?;
+            self.image(name, "seed image").await
+        }
+        .boxed()
+    }
+
+    fn unseed_image<'a>(&'a self, name: &'a str) -> Answer<'a, ()> {
+        guest_images::unseed(&self.library, name).boxed()
     }
 
     fn remove_image<'a>(&'a self, name: &'a str) -> Answer<'a, ()> {

@@ -13,6 +13,7 @@ mod boot_stored;
 mod control;
 mod disks;
 mod error;
+mod image_swarm;
 mod root_device;
 mod snapshots;
 mod volumes;
@@ -66,6 +67,7 @@ impl Hub {
         cluster.set_forker(&forker);
         let library = Library { core: Arc::clone(&core), forker: Arc::clone(&forker), snapshots };
         let library = Arc::new(library);
+        image_swarm::connect(&library, &cluster);
         prefetch::mind_memory(&library);
         let tidies = Arc::clone(&library);
         tokio::spawn(async move { tidies.forget_unneeded().await });
@@ -78,6 +80,9 @@ impl Hub {
             }
             for (what, count) in cluster.sourced() {
                 core.tally.look_at_sourced(what, count, metrics);
+            }
+            for (what, count) in cluster.image_chunks() {
+                core.tally.look_at_image_chunks(what, count, metrics);
             }
             for (what, count) in cluster.multicast() {
                 core.tally.look_at_multicast(what, count, metrics);

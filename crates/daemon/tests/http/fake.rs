@@ -215,19 +215,17 @@ impl Control for Fake {
 
     fn pull_image<'a>(&'a self, name: &'a str, request: TransferRequest) -> Answer<'a, Image> {
         self.note(format!("pull image {name} from {} {}", request.location, request.wait));
-        async move {
-            Ok(Image {
-                name: name.to_owned(),
-                size_bytes: 4096,
-                created_unix_ms: 1,
-                origin: "imported".to_owned(),
-                kernel: String::new(),
-                agent: true,
-                vms: 0,
-                remote: Some(request.location),
-            })
-        }
-        .boxed()
+        async move { Ok(image(name, Some(request.location))) }.boxed()
+    }
+
+    fn seed_image<'a>(&'a self, name: &'a str) -> Answer<'a, Image> {
+        self.note(format!("seed image {name}"));
+        async move { Ok(image(name, None)) }.boxed()
+    }
+
+    fn unseed_image<'a>(&'a self, name: &'a str) -> Answer<'a, ()> {
+        self.note(format!("unseed image {name}"));
+        async { Ok(()) }.boxed()
     }
 
     /// Says back what it is told.
@@ -552,4 +550,18 @@ async fn program(
         },
     }
     let _ = output.send(exited).await;
+}
+
+fn image(name: &str, remote: Option<String>) -> Image {
+    Image {
+        name: name.to_owned(),
+        size_bytes: 4096,
+        created_unix_ms: 1,
+        origin: "imported".to_owned(),
+        kernel: String::new(),
+        agent: true,
+        vms: 0,
+        seeded: remote.is_none(),
+        remote,
+    }
 }

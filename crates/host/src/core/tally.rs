@@ -10,7 +10,9 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use vmfork_engine::{HostImage, Times};
 use vmfork_image::ImageId;
 
-use crate::metrics::{FaultKind, Metrics, Multicast, Place, Role, Side, Source, Sourced, Traffic};
+use crate::metrics::{
+    FaultKind, ImageChunk, Metrics, Multicast, Place, Role, Side, Source, Sourced, Traffic,
+};
 use crate::vm::Vm;
 
 #[derive(Debug, Default)]
@@ -26,6 +28,7 @@ struct Seen {
     traffic: HashMap<(Side, Role), Traffic>,
     sourced: HashMap<Sourced, u64>,
     multicast: HashMap<Multicast, u64>,
+    image_chunks: HashMap<ImageChunk, u64>,
 }
 
 const FAULTS: [FaultKind; 4] =
@@ -121,6 +124,12 @@ impl Tally {
     pub fn look_at_sourced(&self, what: Sourced, now: u64, metrics: &Metrics) {
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         metrics.add_sourced(what, grown(now, seen.sourced.entry(what).or_default()));
+    }
+
+    /// This many chunks of guest images have come or been given by now.
+    pub fn look_at_image_chunks(&self, what: ImageChunk, now: u64, metrics: &Metrics) {
+        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        metrics.add_image_chunks(what, grown(now, seen.image_chunks.entry(what).or_default()));
     }
 
     /// So much has become of what is sent and heard by multicast by now.

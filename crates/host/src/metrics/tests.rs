@@ -18,6 +18,7 @@ fn each_thing_said_is_in_the_text() {
     metrics.add_sourced(Sourced::Unverified, 3);
     metrics.add_sourced(Sourced::Disk, 5);
     metrics.add_sourced(Sourced::Forged, 1);
+    metrics.add_image_chunks(ImageChunk::Relayed, 4);
     metrics.add_multicast(Multicast::Pages(Side::Served, GroupPages::Lockstep), 7);
     metrics.add_multicast(Multicast::Event(Side::Asked, GroupEvent::InVain), 2);
     metrics.request("GET", "/v1/vms/{vm}", 404);
@@ -45,6 +46,7 @@ fn each_thing_said_is_in_the_text() {
         "vmfork_transfer_unverified_pages_total 3",
         "vmfork_transfer_disk_pages_total 5",
         r#"vmfork_transfer_events_total{event="forged"} 1"#,
+        r#"vmfork_image_chunks_total{what="relayed"} 4"#,
         r#"vmfork_multicast_pages_total{side="served",what="lockstep"} 7"#,
         r#"vmfork_multicast_events_total{side="asked",what="in_vain"} 2"#,
         r#"vmfork_http_requests_total{method="GET",route="/v1/vms/{vm}",status="404"} 1"#,

@@ -48,6 +48,11 @@ impl CallError {
         }
     }
 
+    /// Whether the host says that there is no such thing.
+    pub(crate) fn is_not_found(&self) -> bool {
+        matches!(self, Self::Refused { source, .. } if source.code == ErrorCode::NotFound)
+    }
+
     pub(super) fn remedy(&self) -> Option<String> {
         match self {
             Self::Refused { host, source } => of_host(host, source.clone()).remedy,

@@ -6,6 +6,7 @@
 //! | [`ClusterError`] | membership: which hosts there are, how one joins, where a VM is |
 //! | [`RemoteForkError`] | clones on other hosts, and those of others here |
 //! | [`FetchError`] | a guest image that another host is to have |
+//! | [`StoredError`] | a stored image that hosts pull from each other |
 //! | [`TicketError`] | tickets over hosts, and what users may have on all hosts |
 //!
 //! Functions inside return the enum. An outermost operation knows what was to be done, and makes
@@ -17,6 +18,7 @@ mod clones;
 mod cluster;
 mod fetch;
 mod sent;
+mod stored;
 #[cfg(test)]
 mod tests;
 mod tickets;
@@ -26,4 +28,5 @@ pub(crate) use self::clones::{OrderError, PlanError, RemoteForkError, SendError,
 pub(crate) use self::cluster::{BeginError, ClusterError, Hindrance};
 pub(crate) use self::fetch::FetchError;
 pub(crate) use self::sent::{ArrivalError, DescriptorError, LendError};
+pub(crate) use self::stored::{Missing, StoredError};
 pub(crate) use self::tickets::{LetterError, NotTold, TicketError, Unsettled};

@@ -55,6 +55,7 @@ impl Host {
             input_hash: None,
             tree_hash: None,
             root_stored: None,
+            seeded: None,
             files: BTreeMap::from(files.map(|(name, content)| (name.to_owned(), info(content)))),
         };
         let root = info(root).blake3;

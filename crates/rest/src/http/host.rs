@@ -90,6 +90,35 @@ pub(super) async fn pull_image(
     Ok(Json(app.control.pull_image(&name, request).await?))
 }
 
+/// Let other hosts of the cluster pull an image from this one: a copy of it is kept in the host's
+/// store. They pull it from `cluster://`, and from each other.
+#[utoipa::path(post, path = "/v1/images/{name}/seed", tag = "host",
+    params(("name" = Name, Path, description = "The image's name")),
+    responses((status = 200, body = Image), (status = "default", body = ErrorBody))
+)]
+pub(super) async fn seed_image(
+    State(app): State<App>,
+    ImageName(name): ImageName,
+) -> Result<Json<Image>, ApiError> {
+    Ok(Json(app.control.seed_image(&name).await?))
+}
+
+/// End that. What other hosts have pulled stays with them.
+#[utoipa::path(delete, path = "/v1/images/{name}/seed", tag = "host",
+    params(("name" = Name, Path, description = "The image's name")),
+    responses(
+        (status = 204, description = "No host pulls it from this one"),
+        (status = "default", body = ErrorBody)
+    )
+)]
+pub(super) async fn unseed_image(
+    State(app): State<App>,
+    ImageName(name): ImageName,
+) -> Result<StatusCode, ApiError> {
+    app.control.unseed_image(&name).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
 /// This document.
 #[utoipa::path(get, path = "/v1/openapi.json", tag = "host", responses(
     (status = 200, description = "OpenAPI 3.1", content_type = "application/json")

@@ -176,6 +176,7 @@ fn routes() -> OpenApiRouter<App> {
         .routes(routes!(host::images))
         .routes(routes!(host::push_image))
         .routes(routes!(host::pull_image))
+        .routes(routes!(host::seed_image, host::unseed_image))
         .routes(routes!(host::remove_image))
         .routes(routes!(nbd::image))
         .routes(routes!(vms::list, vms::run))

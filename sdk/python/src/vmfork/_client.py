@@ -185,16 +185,28 @@ class Client:
         return self._send(protocol.push_image(name, there, self._timeout))
 
     def pull_image(
-        self, name: str, location: str | os.PathLike[str], *, wait: bool = False
+        self, name: str, location: str | os.PathLike[str] = "cluster://", *, wait: bool = False
     ) -> Image:
         """Bring a guest image from another store; VMs can boot from it when this returns.
 
+        ``location`` is a store, or ``cluster://[HOST]``: hosts of the cluster that seed the image.
         Its root comes as VMs read it, and in the background; with ``wait`` all of it is here.
         """
         there = location_of(location, self._endpoint)
         return self._send(
             protocol.pull_image(name, there, wait=wait, timeout=self._timeout)
         )
+
+    def seed_image(self, name: str) -> Image:
+        """Let other hosts of the cluster pull an image from this one, and from each other.
+
+        A compressed copy of it is kept in the host's store.
+        """
+        return self._send(protocol.seed_image(name, self._timeout))
+
+    def unseed_image(self, name: str) -> None:
+        """End that, and remove the copy. What other hosts have pulled stays with them."""
+        self._send(protocol.unseed_image(name, self._timeout))
 
     def disks(self) -> list[HostDisk]:
         """The disks of this host: those of VMs, and those that VMs of earlier daemons left."""

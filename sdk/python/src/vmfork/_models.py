@@ -489,6 +489,8 @@ class Image:
     vms: int = 0
     remote: str | None = None
     """Where it was pulled from, while its root depends on that."""
+    seeded: bool = False
+    """Whether other hosts of the cluster can pull it from this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

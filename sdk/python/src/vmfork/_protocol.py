@@ -142,6 +142,16 @@ def pull_image(name: str, location: str, *, wait: bool, timeout: Timeout) -> Cal
     )
 
 
+def seed_image(name: str, timeout: Timeout) -> Call[Image]:
+    path = f"{API}/images/{_segment(name, 'image')}/seed"
+    return Call(f"seed image `{name}`", "POST", path, _model(Image), timeout.store_s)
+
+
+def unseed_image(name: str, timeout: Timeout) -> Call[None]:
+    path = f"{API}/images/{_segment(name, 'image')}/seed"
+    return Call(f"stop seeding image `{name}`", "DELETE", path, _nothing, timeout.request_s)
+
+
 def disks(timeout: Timeout) -> Call[list[HostDisk]]:
     return Call("list disks", "GET", f"{API}/disks", _models(HostDisk), timeout.request_s)
 

@@ -1,0 +1,64 @@
+//! Stored images between this host's store and those of other hosts: what each knows the other by.
+
+use std::sync::{Arc, Weak};
+
+use blake3::Hash;
+use tokio::runtime::Handle;
+use vmfork_api::{ErrorBody, ErrorCode};
+use vmfork_host::error::chain;
+use vmfork_peers::{Cluster, StoredImages, Told, Wanted};
+use vmfork_snapshots::guest_images::Known;
+use vmfork_snapshots::{ClusterImages, Found, Library};
+use vmfork_store::{BlobError, Blobs, SnapshotId};
+
+/// The other hosts, for this host's store.
+#[derive(Debug)]
+struct Others {
+    cluster: Arc<Cluster>,
+    runtime: Handle,
+}
+
+/// This host's store, for the other hosts.
+#[derive(Debug)]
+struct Here(Weak<Library>);
+
+/// Let the store of this host and those of others have images of each other. On a tokio runtime.
+pub(super) fn connect(library: &Arc<Library>, cluster: &Arc<Cluster>) {
+    let others = Others { cluster: Arc::clone(cluster), runtime: Handle::current() };
+    library.snapshots.set_cluster(Arc::new(others));
+    cluster.set_images(Arc::new(Here(Arc::downgrade(library))));
+}
+
+impl ClusterImages for Others {
+    fn find(&self, name: &str, host: Option<&str>) -> Result<Found, ErrorBody> {
+        let Told { name, id, is_whole: _ } = self.cluster.find_image(&self.runtime, name, host)?;
+        Ok(Found { name, id })
+    }
+
+    fn blobs(&self, id: SnapshotId) -> Arc<dyn Blobs> {
+        self.cluster.image_store(&self.runtime, id)
+    }
+}
+
+impl StoredImages for Here {
+    fn find(&self, wanted: &Wanted) -> Option<Told> {
+        let known = match wanted {
+            Wanted::Name(name) => Known::Name(name),
+            Wanted::Id(id) => Known::Id(*id),
+        };
+        let (Found { name, id }, is_whole) = self.0.upgrade()?.stored_image(known)?;
+        Some(Told { name, id, is_whole })
+    }
+
+    fn give(&self, key: &str) -> Result<Vec<u8>, BlobError> {
+        let ends = || BlobError::NotFound { key: key.to_owned(), place: "the daemon".to_owned() };
+        self.0.upgrade().ok_or_else(ends)?.give(key)
+    }
+
+    fn keep(&self, chunk: &Hash, file: &[u8]) -> Result<(), ErrorBody> {
+        let Some(library) = self.0.upgrade() else { return Ok(()) };
+        library
+            .keep_chunk(chunk, file)
+            .map_err(|error| ErrorBody::new(ErrorCode::Host, "keep a chunk").cause(chain(&error)))
+    }
+}

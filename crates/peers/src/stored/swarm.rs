@@ -1,0 +1,260 @@
+//! The chunks of one stored image, from whichever hosts have them.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use blake3::Hash;
+use bytes::Bytes;
+use futures_util::FutureExt;
+use futures_util::future::{BoxFuture, Shared, join_all};
+use vmfork_cluster::HostId;
+use vmfork_store::{SnapshotId, is_chunk};
+
+use super::choice::{Ask, Holder, order};
+use super::connections::Connections;
+use super::{Images, STORED, Served, Told, Wanted};
+use crate::client::{Peer, WORD_WAIT};
+use crate::error::{CallError, Missing};
+use crate::hosts::{Hosts, There};
+
+/// How long what is known of the holders counts.
+const HOLDERS_FOR: Duration = Duration::from_secs(3);
+/// How long a host counts as one that pulls the image after it asked who has it.
+const HEARD_FOR: Duration = Duration::from_secs(6);
+/// How long a host may take for a chunk, which it may have to bring.
+const CHUNK_WAIT: Duration = Duration::from_secs(10);
+/// How many chunks are remembered: 16 MiB at most, if none could be compressed.
+const RECENT_MAX: usize = 64;
+/// How long a host that failed is asked last.
+const SHUN_FOR: Duration = Duration::from_secs(5);
+
+/// What is common to all images.
+#[derive(Debug, Default)]
+pub(super) struct Common {
+    pub(super) connections: Connections,
+    /// Chunks that came, that were given to other hosts, and that were brought for that.
+    pub(super) came: AtomicU64,
+    pub(super) given: AtomicU64,
+    pub(super) relayed: AtomicU64,
+}
+
+type Coming = BoxFuture<'static, Result<Bytes, Arc<Missing>>>;
+
+/// A stored image that other hosts have.
+#[derive(Debug)]
+pub(crate) struct ImageSwarm {
+    pub(super) id: SnapshotId,
+    here: Arc<dyn Images>,
+    common: Arc<Common>,
+    known: Mutex<Option<(Instant, Vec<Holder>)>>,
+    heard: Mutex<HashMap<HostId, Instant>>,
+    /// That is being asked again.
+    looks: AtomicBool,
+    /// Hosts that have failed, and until when they are asked last.
+    shunned: Mutex<HashMap<HostId, Instant>>,
+    recent: Mutex<VecDeque<(Hash, Shared<Coming>)>>,
+}
+
+impl ImageSwarm {
+    pub(super) fn new(id: SnapshotId, here: Arc<dyn Images>, common: Arc<Common>) -> Self {
+        Self {
+            id,
+            here,
+            common,
+            known: Mutex::default(),
+            heard: Mutex::default(),
+            looks: AtomicBool::new(false),
+            shunned: Mutex::default(),
+            recent: Mutex::default(),
+        }
+    }
+
+    /// Who has the image or pulls it, this host too: as was known last, while that is asked again.
+    async fn holders(self: &Arc<Self>, hosts: &Arc<Hosts>) -> Vec<Holder> {
+        let known = self.known.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let mut holders = match known {
+            None => self.look(hosts).await,
+            Some((at, holders)) => {
+                if at.elapsed() > HOLDERS_FOR && !self.looks.swap(true, Ordering::AcqRel) {
+                    let (this, hosts) = (Arc::clone(self), Arc::clone(hosts));
+                    tokio::spawn(async move {
+                        this.look(&hosts).await;
+                        this.looks.store(false, Ordering::Release);
+                    });
+                }
+                holders
+            }
+        };
+        let mut heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
+        heard.retain(|_, at| at.elapsed() < HEARD_FOR);
+        for host in heard.keys() {
+            if !holders.iter().any(|holder| holder.host == *host) {
+                holders.push(Holder { host: *host, is_whole: false });
+            }
+        }
+        holders
+    }
+
+    /// Ask all members.
+    async fn look(&self, hosts: &Hosts) -> Vec<Holder> {
+        let told = ask_all(hosts, &Wanted::Id(self.id), &self.common.connections).await;
+        let own = tokio::task::block_in_place(|| self.here.find(&Wanted::Id(self.id)));
+        // It pulls the image, or is about to.
+        let is_whole = own.is_some_and(|told| told.is_whole);
+        let own = Holder { host: hosts.id, is_whole };
+        let others =
+            told.into_iter().map(|((host, _), Told { is_whole, .. })| Holder { host, is_whole });
+        let holders: Vec<_> = others.chain([own]).collect();
+        let known = Some((Instant::now(), holders.clone()));
+        *self.known.lock().unwrap_or_else(PoisonError::into_inner) = known;
+        holders
+    }
+
+    /// A host has asked who has the image: it pulls it. It is one of the holders before this host
+    /// asks all of them again.
+    pub(crate) fn heard(&self, host: HostId) {
+        let mut heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
+        heard.insert(host, Instant::now());
+    }
+
+    fn is_shunned(&self, host: HostId) -> bool {
+        let mut shunned = self.shunned.lock().unwrap_or_else(PoisonError::into_inner);
+        shunned.retain(|_, until| *until > Instant::now());
+        shunned.contains_key(&host)
+    }
+
+    fn shun(&self, host: HostId) {
+        let mut shunned = self.shunned.lock().unwrap_or_else(PoisonError::into_inner);
+        shunned.insert(host, Instant::now() + SHUN_FOR);
+    }
+
+    /// A chunk's file, verified. `relays`: another host waits for it.
+    pub(crate) async fn chunk(
+        self: &Arc<Self>,
+        hosts: &Arc<Hosts>,
+        key: &str,
+        hash: Hash,
+        relays: bool,
+    ) -> Result<Bytes, Arc<Missing>> {
+        let holders = self.holders(hosts).await;
+        let asks = order(&hash, hosts.id, &holders, relays);
+        let may_wait = asks.iter().any(|ask| matches!(ask, Ask::Relay(_)));
+        let make = || {
+            let (this, hosts, key) = (Arc::clone(self), Arc::clone(hosts), key.to_owned());
+            async move { this.bring(&hosts, &key, hash, asks).await.map_err(Arc::new) }.boxed()
+        };
+        // All that wait for a chunk of this host's own get the same one. Of two hosts that ask each
+        // other to bring one, neither waits for what the other waits for.
+        if may_wait { make().await } else { self.join(hash, make).await }
+    }
+
+    /// One of those that come, or have come a moment ago: until the store has written it, another
+    /// host may ask for it.
+    fn join(&self, hash: Hash, make: impl FnOnce() -> Coming) -> Shared<Coming> {
+        let mut recent = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
+        recent.retain(|(_, coming)| !matches!(coming.peek(), Some(Err(_))));
+        if let Some((_, coming)) = recent.iter().find(|(of, _)| *of == hash) {
+            return coming.clone();
+        }
+        let coming = make().shared();
+        recent.push_back((hash, coming.clone()));
+        if recent.len() > RECENT_MAX {
+            recent.pop_front();
+        }
+        coming
+    }
+
+    async fn bring(
+        &self,
+        hosts: &Hosts,
+        key: &str,
+        hash: Hash,
+        mut asks: Vec<Ask>,
+    ) -> Result<Bytes, Missing> {
+        // The order stays among those that have not failed, and among those that have.
+        asks.sort_by_key(|ask| self.is_shunned(ask.host()));
+        if asks.is_empty() {
+            return Err(Missing::NoHolder);
+        }
+        let (asked, mut last) = (asks.len(), None);
+        for ask in asks {
+            match self.ask(hosts, ask, key).await {
+                Ok(Some(file)) if is_chunk(&hash, &file) => {
+                    self.common.came.fetch_add(1, Ordering::Relaxed);
+                    return Ok(file);
+                }
+                Ok(Some(_)) => {
+                    tracing::warn!(host = %ask.host(), key, "a host has a damaged chunk");
+                    self.shun(ask.host());
+                }
+                Ok(None) => {}
+                Err(error) => {
+                    tracing::debug!(host = %ask.host(), key, %error, "another host is asked");
+                    self.shun(ask.host());
+                    last = Some(error);
+                }
+            }
+        }
+        Err(Missing::Failed { asked, last })
+    }
+
+    /// A file from one host. `None`: it has none.
+    async fn ask(&self, hosts: &Hosts, ask: Ask, key: &str) -> Result<Option<Bytes>, CallError> {
+        let entry = hosts.roster.read(|book| book.member(ask.host()).cloned());
+        let Some(entry) = entry else { return Ok(None) };
+        let peer = hosts.peer(&entry);
+        let how = match ask {
+            Ask::Relay(_) => Served::OrBrought,
+            Ask::Here(_) => Served::IfHere,
+        };
+        let path = format!("{STORED}/{}/{}/{key}", self.id, how.word());
+        self.common.connections.get(entry.id, &peer, &path, CHUNK_WAIT).await
+    }
+
+    /// One of its small files, from any host that has it: those with all of it first.
+    pub(crate) async fn file(
+        self: &Arc<Self>,
+        hosts: &Arc<Hosts>,
+        key: &str,
+    ) -> Result<Option<Bytes>, Missing> {
+        let holders = self.holders(hosts).await;
+        let mut others: Vec<_> = holders.iter().filter(|it| it.host != hosts.id).collect();
+        others.sort_by_key(|holder| (!holder.is_whole, self.is_shunned(holder.host)));
+        if others.is_empty() {
+            return Err(Missing::NoHolder);
+        }
+        let (asked, mut last, mut lacks) = (others.len(), None, false);
+        for holder in others {
+            match self.ask(hosts, Ask::Here(holder.host), key).await {
+                Ok(Some(file)) => return Ok(Some(file)),
+                Ok(None) => lacks = true,
+                Err(error) => {
+                    self.shun(holder.host);
+                    last = Some(error);
+                }
+            }
+        }
+        if lacks { Ok(None) } else { Err(Missing::Failed { asked, last }) }
+    }
+}
+
+/// What the other members say of a stored image: those that have it.
+pub(super) async fn ask_all(
+    hosts: &Hosts,
+    wanted: &Wanted,
+    connections: &Connections,
+) -> Vec<((HostId, String), Told)> {
+    let There { alive, suspect, gone: _ } = hosts.there();
+    let peers = alive.into_iter().chain(suspect).map(|entry| (entry.id, hosts.peer(&entry)));
+    let peers: Vec<(HostId, Peer)> = peers.collect();
+    let asked = peers.iter().map(|(id, peer)| async move {
+        let told = connections.ask::<_, Option<Told>>(*id, peer, STORED, wanted, WORD_WAIT).await;
+        let told = told.inspect_err(|error| {
+            tracing::debug!(host = peer.name, %error, "it does not tell which images it has");
+        });
+        Some(((*id, peer.name.clone()), told.ok()??))
+    });
+    join_all(asked).await.into_iter().flatten().collect()
+}

@@ -1,0 +1,116 @@
+//! Files of a store for stores of other hosts, and chunks that come from those.
+
+use blake3::Hash;
+
+use crate::blobs::BlobError;
+use crate::error::StoreError;
+use crate::format::chunk;
+use crate::format::descriptor::{Descriptor, SnapshotId};
+use crate::names::{FORMAT_KEY, ORIGIN, chunk_key, chunk_of, snapshot_of};
+use crate::source::decode_chunk;
+use crate::store::Store;
+
+/// What a key of a store names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KeyOf<'a> {
+    /// The layout.
+    Format,
+    /// By the hash of its content.
+    Chunk(Hash),
+    /// A file of this snapshot.
+    Snapshot(&'a str),
+}
+
+impl<'a> KeyOf<'a> {
+    /// What it names; `None`: nothing.
+    #[must_use]
+    pub fn parse(key: &'a str) -> Option<Self> {
+        if key == FORMAT_KEY {
+            return Some(Self::Format);
+        }
+        if let Some(hash) = chunk_of(key) {
+            return Some(Self::Chunk(hash));
+        }
+        snapshot_of(key).map(|(name, _)| Self::Snapshot(name))
+    }
+}
+
+/// Whether a key names where the chunks of a snapshot are. Another host looks for them itself.
+#[must_use]
+pub fn is_origin(key: &str) -> bool {
+    let ending = snapshot_of(key).and_then(|(_, file)| Some(file.rsplit_once('.')?.1));
+    ending == Some(ORIGIN)
+}
+
+/// Whether these are the bytes of this chunk's file: they have its content.
+#[must_use]
+pub fn is_chunk(hash: &Hash, file: &[u8]) -> bool {
+    chunk::decode(file, hash).is_ok()
+}
+
+impl Store {
+    /// A file, as it is here. Who asked verifies it.
+    ///
+    /// # Errors
+    /// There is none of that key, or it can't be read.
+    pub fn give(&self, key: &str) -> Result<Vec<u8>, BlobError> {
+        self.inner.blobs().get(key)
+    }
+
+    /// Keep a chunk that came from another store.
+    ///
+    /// # Errors
+    /// It has another content than its name says, or can't be written.
+    pub fn keep_chunk(&self, hash: &Hash, file: &[u8]) -> Result<(), StoreError> {
+        let blobs = self.inner.blobs();
+        decode_chunk(blobs, file, hash, None)?;
+        Ok(blobs.put(&chunk_key(hash), file)?)
+    }
+
+    /// The snapshot of this id, whatever it is called.
+    ///
+    /// # Errors
+    /// The store can't be listed.
+    pub fn by_id(&self, id: SnapshotId) -> Result<Option<Descriptor>, StoreError> {
+        self.find_by_id(id)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::Compression;
+    use crate::format::chunk::ChunkEncoder;
+
+    #[test]
+    fn keys_are_told_apart() {
+        let hash = blake3::hash(b"x");
+        assert_eq!(KeyOf::parse("format"), Some(KeyOf::Format));
+        assert_eq!(KeyOf::parse(&chunk_key(&hash)), Some(KeyOf::Chunk(hash)));
+        let file = KeyOf::parse("snapshots/web/descriptor.json");
+        assert_eq!(file, Some(KeyOf::Snapshot("web")));
+        for none in ["", "chunks/1f/xx", "snapshots/../x", "snapshots/web", "other/web/x"] {
+            assert_eq!(KeyOf::parse(none), None, "{none}");
+        }
+        assert!(is_origin("snapshots/web/1f-3.origin") && !is_origin("snapshots/web/1f-3.table"));
+        assert!(!is_origin("chunks/1f/1f.origin"));
+    }
+
+    #[test]
+    fn a_chunk_of_another_content_is_not_kept() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let store = Store::folder(folder.path().join("s")).expect("a store");
+        let raw = vec![7; 4096];
+        let hash = blake3::hash(&raw);
+        let file = ChunkEncoder::new(Compression::None).expect("memory").encode(&raw);
+        assert!(is_chunk(&hash, &file) && !is_chunk(&blake3::hash(b"y"), &file));
+        store.keep_chunk(&blake3::hash(b"y"), &file).expect_err("another one");
+        let mut changed = file.clone();
+        changed[100] ^= 1;
+        store.keep_chunk(&hash, &changed).expect_err("damaged");
+        assert!(store.give(&chunk_key(&hash)).expect_err("nothing").is_not_found());
+        store.keep_chunk(&hash, &file).expect("kept");
+        assert_eq!(store.give(&chunk_key(&hash)).expect("there"), file);
+        assert!(matches!(store.give("../x"), Err(BlobError::BadKey { .. })));
+    }
+}
