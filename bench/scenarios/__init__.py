@@ -24,6 +24,7 @@ from . import (
     stages,
     stored,
     storm,
+    swarm,
     work,
 )
 
@@ -48,5 +49,6 @@ ALL: dict[str, ModuleType] = {
     "database": database,
     "copying": copying,
     "storm": storm,
+    "swarm": swarm,
     "baseline": baseline,
 }

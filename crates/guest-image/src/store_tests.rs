@@ -152,3 +152,22 @@ fn a_damaged_image_is_named_and_can_be_removed() {
     assert!(store.list().unwrap().is_empty());
     store.remove("web").unwrap();
 }
+
+#[test]
+fn where_other_hosts_pull_it_from_is_said_of_the_same_image_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::new(dir.path());
+    put(&store, "web", b"bytes");
+    let first = store.metadata("web").unwrap();
+    assert!(first.stored().is_none() && !first.to_api().seeded);
+    assert!(store.set_seeded(&first, Some("web".to_owned())).unwrap());
+    let seeded = store.metadata("web").unwrap();
+    assert!(seeded.to_api().seeded && seeded.stored().is_some_and(|stored| stored == "web"));
+    assert!(store.open("web").is_ok());
+    // Another build has taken its place.
+    put(&store, "web", b"other bytes");
+    assert!(!store.set_seeded(&seeded, None).unwrap());
+    assert!(store.metadata("web").unwrap().seeded.is_none());
+    store.remove("web").unwrap();
+    assert!(matches!(store.set_seeded(&first, None), Err(StoreError::NotFound { .. })));
+}

@@ -12,7 +12,7 @@ use crate::error::{ClusterError, StoredError};
 use crate::stored::{ImageSwarm, Images, Told};
 
 /// How many chunks are fetched at a time.
-const IN_FLIGHT: usize = 8;
+const IN_FLIGHT: usize = 16;
 
 impl Cluster {
     /// What other hosts get of stored images.

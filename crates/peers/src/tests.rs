@@ -2,6 +2,7 @@
 
 mod descriptors;
 mod leave;
+mod stored;
 
 use std::net::TcpListener as StdListener;
 use std::sync::Arc;

@@ -63,7 +63,7 @@ fn what_is_stored_wrongly_or_nowhere_says_so() {
         "it was made by another version of vmfork, or tampered with: \
          `vmfork snapshot verify warm`",
     );
-    let place = Some("name a folder of the daemon's host, or s3://BUCKET/PREFIX");
+    let place = Some(PLACE);
     check([
         (
             SnapshotError::Facts { name: warm(), source: not_json },

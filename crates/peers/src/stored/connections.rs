@@ -13,7 +13,7 @@ use crate::client::{Connection, Peer};
 use crate::error::CallError;
 
 /// Most that are kept to a host while they are not used.
-const KEPT_MAX: usize = 8;
+const KEPT_MAX: usize = 16;
 
 /// Those that are not used now, with the address that they lead to.
 #[derive(Debug, Default)]
