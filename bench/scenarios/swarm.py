@@ -1,6 +1,7 @@
-"""Hosts that pull one guest image at the same moment over links of 100 Mbit/s, as in vmTorrent's evaluation.
+"""Hosts that pull one guest image at the same moment, over links of 100 Mbit/s.
 
-From one host that seeds it, and from each other. Beside it, in the same run: the same bytes by HTTP from that host alone.
+From one host that seeds it, and from each other, as in vmTorrent's evaluation. Beside it, in the
+same run: the same bytes by HTTP from that host alone.
 """
 
 from __future__ import annotations

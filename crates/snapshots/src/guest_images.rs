@@ -24,7 +24,7 @@ use vmfork_disk::Lower as _;
 use vmfork_guest_image::{Arrival, INITRD_FILE, ImageFiles, KERNEL_FILE, Metadata, ROOT_FILE};
 use vmfork_image::{PAGE_BYTES, PageIdx, PageRange};
 use vmfork_store::{
-    BlobError, Compression, Draft, Extent, ImageDraft, KeyOf, Role, SnapshotId, StoreError,
+    BlobError, Compression, Draft, Extent, ImageDraft, KeyOf, Role, SnapshotId, StoreError, Work,
     is_origin,
 };
 
@@ -105,33 +105,14 @@ pub async fn push(
 /// There is none of that name; snapshots have the names that the copy could have.
 pub async fn seed(library: &Arc<Library>, name: &str) -> Result<(), ErrorBody> {
     let message = format!("seed image `{name}`");
-    let _turn = library.snapshots.image_turn.lock().await;
-    let name = name.to_owned();
-    let seeded = with_work(library, move |library, work| {
-        let files = vmfork_host::core::open_image(&library.core, &name)
-            .map_err(|error| SnapshotError::Host(error.into()))?;
-        let metadata = files.metadata.clone();
-        let store = &library.snapshots.store;
-        if metadata.stored().is_some_and(|stored| store.descriptor(stored).is_ok()) {
-            return Ok(());
-        }
-        let (mut draft, parts) = draft(files)?;
-        draft.name = library.free_name(&metadata)?;
-        let stored = draft.name.clone();
-        store.create(
-            draft,
-            &|role: &Role, range, bytes: &mut [u8]| part(&parts, role, range, bytes),
-            work,
-        )?;
-        let images = &library.core.images;
-        let is_same = images.set_seeded(&metadata, Some(stored));
-        match is_same.map_err(|error| GuestImageError::Images(Box::new(error)))? {
-            true => Ok(()),
-            false => Err(GuestImageError::Replaced { name: metadata.name }.into()),
-        }
-    })
-    .await;
-    seeded.map_err(|error| error.to_body(message))
+    let (library, name, failed) = (Arc::clone(library), name.to_owned(), message.clone());
+    // A task of its own: what is stored becomes the image's copy, also when the client disconnects.
+    let task = tokio::spawn(async move {
+        let _turn = library.snapshots.image_turn.lock().await;
+        let seeded = with_work(&library, move |library, work| library.seed(&name, work)).await;
+        seeded.map_err(|error| error.to_body(failed))
+    });
+    outcome(task, message).await
 }
 
 /// End that. Hosts that have not pulled all of it find the rest at each other, or not.
@@ -277,6 +258,27 @@ impl Drop for Coming {
 }
 
 impl Library {
+    /// Store a copy of an image, unless there is one.
+    fn seed(&self, name: &str, work: &Work) -> Result<(), SnapshotError> {
+        let files = vmfork_host::core::open_image(&self.core, name)
+            .map_err(|error| SnapshotError::Host(error.into()))?;
+        let metadata = files.metadata.clone();
+        let store = &self.snapshots.store;
+        if metadata.stored().is_some_and(|stored| store.descriptor(stored).is_ok()) {
+            return Ok(());
+        }
+        let (mut draft, parts) = draft(files)?;
+        draft.name = self.free_name(&metadata)?;
+        let stored = draft.name.clone();
+        let read = |role: &Role, range, bytes: &mut [u8]| part(&parts, role, range, bytes);
+        store.create(draft, &read, work)?;
+        let is_same = self.core.images.set_seeded(&metadata, Some(stored));
+        match is_same.map_err(|error| GuestImageError::Images(Box::new(error)))? {
+            true => Ok(()),
+            false => Err(GuestImageError::Replaced { name: metadata.name }.into()),
+        }
+    }
+
     /// Make an image of what was brought. → its name here.
     fn take_in(&self, stored: &str, whole: bool) -> Result<String, SnapshotError> {
         let descriptor = self.snapshots.store.descriptor(stored)?;
