@@ -11,6 +11,8 @@
 //! | `GET /v1/host` | [`HostInfo`]: memory, pool, what an earlier daemon lost |
 //! | `GET /v1/images` | `Vec<`[`Image`]`>` |
 //! | `DELETE /v1/images/{name}` | 204; 409 while a VM uses it |
+//! | `POST /v1/images/{name}/pull` | [`ImagePullRequest`] → [`Image`] |
+//! | `POST /v1/images/{name}/seed` | → [`Image`]; `DELETE` → 204 |
 //! | `GET /v1/vms` | `Vec<`[`Vm`]`>` (`?all=true` with the ended ones; `?label=KEY=VALUE`) |
 //! | `POST /v1/vms` | [`RunRequest`] → 201 [`Vm`] |
 //! | `GET /v1/vms/{vm}` | [`VmDetail`]; `{vm}` is a name or an id, everywhere |
@@ -96,9 +98,9 @@ pub use session::{
     ExecClientMessage, ExecReply, ExecRequest, ExecServerMessage, ExecWithoutTerminal, TerminalSize,
 };
 pub use snapshot::{
-    Compression, ImageRole, Prefetch, ProfileCluster, ProfileInfo, Progress, RemovedSnapshots,
-    Snapshot, SnapshotDetail, SnapshotImage, SnapshotRequest, SnapshotState, StartReply,
-    StartRequest, TransferReply, TransferRequest, VerifyReply,
+    Compression, ImagePullRequest, ImageRole, Prefetch, ProfileCluster, ProfileInfo, Progress,
+    RemovedSnapshots, Snapshot, SnapshotDetail, SnapshotImage, SnapshotRequest, SnapshotState,
+    StartReply, StartRequest, TransferReply, TransferRequest, VerifyReply,
 };
 pub use ttl::{TTL_MS_MAX, TTL_MS_MIN, Ttl, TtlReply, TtlRequest};
 pub use vm::{Accel, KillRequest, RunRequest, TreeNode, Vm, VmDetail};

@@ -60,10 +60,18 @@ text!(
     StoreLocation,
     concat!(
         r"^(?:/(?!.*://)[^\x00\n]*",
-        "|cluster://[A-Za-z0-9._-]{0,253}",
         "|s3://[a-z0-9.-]{3,63}(?:/|(?:/[A-Za-z0-9][A-Za-z0-9._-]{0,99}){1,5}/?)?)$"
     ),
-    "`s3://BUCKET/PREFIX`, or the absolute path of a folder on the daemon's host. Images are also pulled from `cluster://[HOST]`: the hosts of the cluster that seed them."
+    "`s3://BUCKET/PREFIX`, or the absolute path of a folder on the daemon's host."
+);
+text!(
+    ImageLocation,
+    concat!(
+        r"^(?:/(?!.*://)[^\x00\n]*",
+        "|cluster://(?:[A-Za-z0-9][A-Za-z0-9._-]{0,62})?",
+        "|s3://[a-z0-9.-]{3,63}(?:/|(?:/[A-Za-z0-9][A-Za-z0-9._-]{0,99}){1,5}/?)?)$"
+    ),
+    "A store, or `cluster://[HOST]`: the hosts of the cluster that seed the image, or one of them."
 );
 text!(Plain, r"^[^\x00]*$", "Text without NUL bytes.");
 text!(

@@ -1,7 +1,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::schema::{Name, NewVmNames, StoreLocation};
+use crate::schema::{ImageLocation, Name, NewVmNames, StoreLocation};
 use crate::{Accel, CloneResult, ErrorBody, Labels};
 
 /// Keep a running VM as a stored snapshot.
@@ -312,6 +312,24 @@ pub struct TransferRequest {
     /// Pulling: answer when all pages are here, not when it can be started.
     #[serde(default)]
     pub wait: bool,
+}
+
+/// Bring a guest image from a store, or from other hosts of the cluster.
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ImagePullRequest {
+    /// `s3://BUCKET/PREFIX`, a folder of the daemon's host, or `cluster://[HOST]`.
+    #[schema(value_type = ImageLocation)]
+    pub location: String,
+    /// Answer when all of it is here, not when VMs can boot from it.
+    #[serde(default)]
+    pub wait: bool,
+}
+
+impl From<ImagePullRequest> for TransferRequest {
+    fn from(ImagePullRequest { location, wait }: ImagePullRequest) -> Self {
+        Self { location, wait }
+    }
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]

@@ -5,7 +5,8 @@ use axum::http::header::CONTENT_TYPE;
 use axum::response::IntoResponse;
 use vmfork_api::schema::Name;
 use vmfork_api::{
-    DoctorReport, ErrorBody, HostInfo, Image, TransferReply, TransferRequest, Version,
+    DoctorReport, ErrorBody, HostInfo, Image, ImagePullRequest, TransferReply, TransferRequest,
+    Version,
 };
 
 use super::App;
@@ -75,19 +76,19 @@ pub(super) async fn push_image(
     Ok(Json(app.control.push_image(&name, request).await?))
 }
 
-/// Bring an image from another store. VMs can boot from it at once; its root comes as it is read,
-/// and in the background.
+/// Bring an image from another store, or from hosts of the cluster. VMs can boot from it at once;
+/// its root comes as it is read, and in the background.
 #[utoipa::path(post, path = "/v1/images/{name}/pull", tag = "host",
     params(("name" = Name, Path, description = "The image's name")),
-    request_body = TransferRequest,
+    request_body = ImagePullRequest,
     responses((status = 200, body = Image), (status = "default", body = ErrorBody))
 )]
 pub(super) async fn pull_image(
     State(app): State<App>,
     ImageName(name): ImageName,
-    Body(request): Body<TransferRequest>,
+    Body(request): Body<ImagePullRequest>,
 ) -> Result<Json<Image>, ApiError> {
-    Ok(Json(app.control.pull_image(&name, request).await?))
+    Ok(Json(app.control.pull_image(&name, request.into()).await?))
 }
 
 /// Let other hosts of the cluster pull an image from this one: a copy of it is kept in the host's
