@@ -207,7 +207,7 @@ class RawVm:
         cmdline = json.loads((files / "image.json").read_text())["cmdline"]
         folder = Path(tempfile.mkdtemp(prefix="vf-raw-", dir="/tmp"))
         arguments = [
-            *("-M", "pc", "-accel", "tcg,thread=single,tb-size=64", "-m", str(memory_mib)),
+            *("-M", "pc", "-accel", "tcg,thread=multi,tb-size=64", "-m", str(memory_mib)),
             *("-nodefaults", "-no-user-config", "-display", "none"),
             *("-serial", f"file:{folder}/serial.log"),
             *("-kernel", str(files / "kernel"), "-initrd", str(files / "initrd"), "-append", cmdline),

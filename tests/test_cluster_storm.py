@@ -31,8 +31,10 @@ MAY_MIB = 6144
 BESIDE_MIB = 256
 #: Longest wait of a fault while all hosts start clones and prefetch, on two cores.
 WAIT_MAX_S = 2.0
-#: Who found no place at all tries again after so long: meanwhile others' clones end.
+#: A parent whose fork found no place forks again after this time: meanwhile others' clones end.
 REST_S = 5.0
+#: At most so often: the last forks have the hosts for themselves, so clones run on other hosts too.
+TRIES_MAX = 8
 
 READ = "sha256sum /dev/shm/data"
 
@@ -83,17 +85,12 @@ def anonymous_bytes(pid: int) -> int:
 
 
 def storm(parent: vmfork.VM, times: int) -> tuple[int, int]:
-    """Fork it as often as it is to be, each clone reads what its parent knows. → how many ran, how many found no place."""
+    """Fork it; each clone reads what its parent knows. → how many ran, how many found no place."""
     expected = parent.exec(READ, check=True).stdout
     ran = refused = 0
     for _ in range(times):
-        try:
-            fork = parent.fork(CLONES, hydrate_mib_per_s=1000)
-        except vmfork.ApiError as error:
-            complete(error, "no_capacity")
-            refused += CLONES
-            time.sleep(REST_S)
-            continue
+        fork, tries = try_to_fork(parent)
+        refused += CLONES * tries
         for error in fork.errors:
             complete(error, "no_capacity")
             refused += 1
@@ -103,6 +100,17 @@ def storm(parent: vmfork.VM, times: int) -> tuple[int, int]:
             ran += 1
             clone.remove(force=True)
     return ran, refused
+
+
+def try_to_fork(parent: vmfork.VM) -> tuple[vmfork.ForkResult, int]:
+    """→ the fork that found places, and how many found none before."""
+    for refused in range(TRIES_MAX):
+        try:
+            return parent.fork(CLONES, hydrate_mib_per_s=1000), refused
+        except vmfork.ApiError as error:
+            complete(error, "no_capacity")
+            time.sleep(REST_S)
+    raise AssertionError(f"{parent.name}: {TRIES_MAX} forks found no place")
 
 
 @pytest.mark.slow
@@ -120,7 +128,8 @@ def test_a_storm_of_forks_is_weathered(cluster: Cluster, times: int) -> None:
     with most_in_use(made) as most, ThreadPoolExecutor(PARENTS) as pool:
         outcomes = list(pool.map(lambda parent: storm(parent, times), parents))
     ran, refused = (sum(counts) for counts in zip(*outcomes, strict=True))
-    assert ran + refused == PARENTS * CLONES * times
+    assert (ran + refused) % CLONES == 0, outcomes
+    assert ran + refused >= PARENTS * CLONES * times, outcomes
     assert refused > 0, "more was promised than there is"
     assert ran >= CLONES, outcomes
     assert all(bytes_most <= (MAY_MIB + BESIDE_MIB) * MIB for bytes_most in most), most

@@ -97,7 +97,7 @@ def test_the_guest_stands_still_and_continues_where_it_was(counting: vmfork.VM, 
     before, began = cpu_ms(qemu.pid), time.monotonic()
     stays(lambda: _state(counting) is vmfork.VmState.PAUSED, 3, "it stays paused")
     paused_ms = 1000 * (time.monotonic() - began)
-    assert cpu_ms(qemu.pid) - before < paused_ms / 4, "its vCPU runs"
+    assert cpu_ms(qemu.pid) - before < paused_ms / 10, "its QEMU rests"
     assert counting.resume().state is vmfork.VmState.RUNNING
     assert counting.resume().state is vmfork.VmState.RUNNING, "a second resume changes nothing"
     count = _count(counting)

@@ -170,8 +170,9 @@ fn machine(line: &mut Line, shape: &Shape, kvm_cpu: &str) {
         Accel::Tcg => {
             let more = TB_MIB_MORE_CPUS.saturating_mul(shape.cpus.saturating_sub(1));
             let tb_mib = TB_MIB_FIRST_CPU.saturating_add(more).min(TB_MIB_MAX);
-            let thread = if shape.cpus > 1 { "multi" } else { "single" };
-            line.option("-accel", format!("tcg,thread={thread},tb-size={tb_mib}"));
+            // Not `single`, even for one vCPU: its thread enables the clock of a paused VM again.
+            // The main loop then polls a clock that stands still (QEMU's `rr_cpu_thread_fn`).
+            line.option("-accel", format!("tcg,thread=multi,tb-size={tb_mib}"));
         }
         Accel::Kvm => {
             line.option("-accel", "kvm").option("-cpu", kvm_cpu);
