@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -116,24 +118,23 @@ def test_an_image_outlives_the_host_that_seeded_it_and_damage_on_another_does_no
     assert root.read_bytes() == original.read_bytes()
     # What it read is a file now, which other hosts do not pull.
     assert not _stored(seeded.daemons[2])
-    # A third one pulls from two, of which one has a part of it damaged.
+    # Copies of one image are the same on all hosts.
     second.seed_image(image)
+    assert _id(seeded.daemons[2]) == _id(seeded.daemons[1])
     damaged = sorted(_chunks(seeded.daemons[1]).values())[::3]
     for path in damaged:
         content = path.read_bytes()
         path.unlink()
         path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert second.images()[0].seeded
-    (other_id, own_id) = (_id(seeded.daemons[number]) for number in (2, 1))
-    if other_id != own_id:
-        # Two hosts have stored it by themselves: it is one image by its files, and two copies.
-        with pytest.raises(vmfork.Conflict, match="different") as refused:
-            third.pull_image(image)
-        assert "cluster://h" in (refused.value.remedy or "")
-        with pytest.raises(vmfork.VmforkError):
-            third.pull_image(image, "cluster://h1", wait=True)
-        third.pull_image(image, "cluster://h2", wait=True)
+    # From two hosts, of which one has a part of it damaged.
+    third.pull_image(image, wait=True)
     assert (seeded.daemons[3].state / "images" / image / "root.img").read_bytes() == original.read_bytes()
+    # From that one alone: the error names it.
+    third.remove_image(image)
+    second.unseed_image(image)
+    with pytest.raises(vmfork.VmforkError) as refused:
+        third.pull_image(image, wait=True)
+    assert "damaged on `h1`" in (refused.value.cause or "") and "sound copy" in (refused.value.remedy or "")
 
 
 def _id(daemon: Daemon) -> str:
@@ -160,6 +161,54 @@ def test_a_pull_goes_on_without_a_host_that_dies_and_after_a_restart(seeded: Clu
         assert client.pull_image(image, wait=True).remote is None
 
 
+@pytest.mark.limit(200)
+def test_a_pull_goes_on_when_the_host_that_seeds_comes_back(seeded: Cluster, image: str) -> None:
+    client = seeded.clients[1]
+    seeded.net.limit(0, 60)
+    try:
+        client.pull_image(image)
+        seeded.daemons[0].kill()
+        assert not _is_whole(client), "it is away before all has come"
+        seeded.daemons[0].start()
+        # No client asks for it again.
+        eventually(lambda: _is_whole(client), 90, "the rest comes")
+    finally:
+        seeded.net.unlimit(0)
+    assert set(_chunks(seeded.daemons[1])) == set(_chunks(seeded.daemons[0]))
+
+
+@pytest.mark.limit(200)
+def test_a_client_that_goes_ends_its_own_pull_and_its_own_seed_alone(seeded: Cluster, image: str) -> None:
+    daemon, client, cli = seeded.daemons[1], seeded.clients[1], seeded.clis[1]
+    seeded.net.limit(0, 60)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            stays = pool.submit(client.pull_image, image, wait=True)
+            eventually(lambda: len(_chunks(daemon)) > 10, 30, "it comes")
+            with cli.spawn("image", "pull", image, "--wait") as goes:
+                time.sleep(0.5)
+                goes.send_signal(signal.SIGINT)
+                assert goes.wait(20) != 0
+            assert stays.result(120).remote is None
+        client.remove_image(image)
+        # The only one: nothing of it stays.
+        with cli.spawn("image", "pull", image, "--wait") as goes:
+            eventually(lambda: len(_chunks(daemon)) > 10, 30, "it comes")
+            goes.send_signal(signal.SIGINT)
+            assert goes.wait(20) != 0
+        eventually(lambda: not _stored(daemon) and not _chunks(daemon), 30, "nothing stays")
+    finally:
+        seeded.net.unlimit(0)
+    # A seed that is given up leaves nothing, and another one may begin.
+    seeded.clients[0].unseed_image(image)
+    with seeded.clis[0].spawn("image", "seed", image) as goes:
+        eventually(lambda: len(_chunks(seeded.daemons[0])) > 10, 30, "it is stored")
+        goes.send_signal(signal.SIGINT)
+        assert goes.wait(20) != 0
+    eventually(lambda: not _stored(seeded.daemons[0]) and not _chunks(seeded.daemons[0]), 30, "nothing stays")
+    assert seeded.clients[0].seed_image(image).seeded
+
+
 def test_what_cannot_be_pulled_or_seeded_is_told(cluster: Cluster, image: str, make_daemon: Callable[..., Daemon]) -> None:
     here, other = cluster.clients[:2]
     with pytest.raises(vmfork.NotFound, match="no other host offers") as refused:
@@ -167,6 +216,9 @@ def test_what_cannot_be_pulled_or_seeded_is_told(cluster: Cluster, image: str, m
     assert f"vmfork image seed {image}" in (refused.value.remedy or "")
     with pytest.raises(vmfork.NotFound, match="host `h2` offers no image"):
         other.pull_image(image, "cluster://h2")
+    with pytest.raises(vmfork.BadRequest) as refused:
+        other.pull_image(image, "cluster://h1")
+    assert "is this one" in (refused.value.cause or "")
     with pytest.raises(vmfork.VmforkError, match="h9"):
         other.pull_image(image, "cluster://h9")
     with pytest.raises(vmfork.BadRequest):

@@ -79,6 +79,16 @@ class Hosts:
         count: int = port["stats64"]["tx"]["bytes"]
         return count
 
+    def limit(self, number: int, mbit: int) -> None:
+        """A host sends no faster than this."""
+        shape = ("tbf", "rate", f"{mbit}mbit", "burst", "256kb", "latency", "200ms")
+        command = ["tc", "-n", self.names[number], "qdisc", "replace", "dev", "eth0", "root", *shape]
+        subprocess.run(command, capture_output=True, timeout=30, check=True)
+
+    def unlimit(self, number: int) -> None:
+        command = ["tc", "-n", self.names[number], "qdisc", "del", "dev", "eth0", "root"]
+        subprocess.run(command, capture_output=True, timeout=30, check=True)
+
     def cut(self, number: int) -> None:
         """Take its cable out."""
         _ip("-n", self.switch, "link", "set", f"p{number}", "down")

@@ -222,17 +222,27 @@ impl Peer {
             if let Some(mut connection) = kept.take()
                 && let Ok(response) = self.send_over(&mut connection, request(), wait).await
             {
-                let answer = self.whole(response).await?;
-                *kept = Some(connection);
-                return Ok(answer);
+                return self.whole_over(connection, response, kept).await;
             }
             let mut connection = self.connect().await?;
             let response = self.send_over(&mut connection, request(), wait).await?;
-            let answer = self.whole(response).await?;
-            *kept = Some(connection);
-            Ok(answer)
+            self.whole_over(connection, response, kept).await
         };
         timeout(wait, said).await.map_err(|_elapsed| self.late(wait))?
+    }
+
+    /// All of an answer. The connection is kept after a refusal, too.
+    async fn whole_over(
+        &self,
+        connection: Connection,
+        response: Response<Incoming>,
+        kept: &mut Option<Connection>,
+    ) -> Result<Bytes, CallError> {
+        let answer = self.whole(response).await;
+        if matches!(answer, Ok(_) | Err(CallError::Refused { .. })) {
+            *kept = Some(connection);
+        }
+        answer
     }
 
     /// Send bytes, and read all of the answer.

@@ -22,19 +22,20 @@ mod swarm;
 use std::collections::HashMap;
 use std::fmt::Debug;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use vmfork_api::ErrorBody;
 use vmfork_cluster::HostId;
 use vmfork_store::{BlobError, SnapshotId};
 
-use self::swarm::{Common, ask_all};
-use crate::error::StoredError;
+use self::swarm::{Answer, Common, ImageSwarm, ask_all};
+use crate::error::{CallError, StoredError};
 use crate::hosts::Hosts;
 use vmfork_host::metrics::ImageChunk;
 
-pub(crate) use self::swarm::ImageSwarm;
+pub(crate) use self::swarm::Reader;
 
 /// Where hosts ask each other for stored images.
 pub(super) const STORED: &str = "/cluster/v1/stored-images";
@@ -95,11 +96,21 @@ impl Served {
     }
 }
 
+/// How long is kept what is known of an image that this host only brings for others.
+const IDLE_MAX: Duration = Duration::from_secs(30);
+
+/// A swarm, and when it was needed last.
+#[derive(Debug)]
+struct Kept {
+    swarm: Arc<ImageSwarm>,
+    used: Instant,
+}
+
 /// Of this host: one per daemon.
 #[derive(Debug, Default)]
 pub(super) struct Stored {
     here: OnceLock<Arc<dyn Images>>,
-    swarms: Mutex<HashMap<SnapshotId, Weak<ImageSwarm>>>,
+    swarms: Mutex<HashMap<SnapshotId, Kept>>,
     common: Arc<Common>,
 }
 
@@ -113,29 +124,32 @@ impl Stored {
         self.here.get()
     }
 
+    fn swarms(&self) -> MutexGuard<'_, HashMap<SnapshotId, Kept>> {
+        self.swarms.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     pub(super) fn swarm(&self, id: SnapshotId) -> Option<Arc<ImageSwarm>> {
-        let here = Arc::clone(self.here()?);
-        let mut swarms = self.swarms.lock().unwrap_or_else(PoisonError::into_inner);
-        swarms.retain(|_, swarm| swarm.strong_count() > 0);
-        if let Some(swarm) = swarms.get(&id).and_then(Weak::upgrade) {
-            return Some(swarm);
-        }
-        let swarm = Arc::new(ImageSwarm::new(id, here, Arc::clone(&self.common)));
-        swarms.insert(id, Arc::downgrade(&swarm));
-        Some(swarm)
+        let here = self.here()?;
+        let make = || Arc::new(ImageSwarm::new(id, Arc::clone(here), Arc::clone(&self.common)));
+        let mut swarms = self.swarms();
+        let kept = swarms.entry(id).or_insert_with(|| Kept { swarm: make(), used: Instant::now() });
+        kept.used = Instant::now();
+        Some(Arc::clone(&kept.swarm))
+    }
+
+    /// For something on this host that reads an image.
+    pub(super) fn reader(&self, id: SnapshotId) -> Option<Reader> {
+        self.swarm(id).map(Reader::new)
     }
 
     /// Whether this host pulls an image, or reads one that it pulls.
     pub(super) fn pulls(&self, id: SnapshotId) -> bool {
-        let swarms = self.swarms.lock().unwrap_or_else(PoisonError::into_inner);
-        swarms.get(&id).is_some_and(|swarm| swarm.strong_count() > 0)
+        self.swarms().get(&id).is_some_and(|kept| kept.swarm.is_read())
     }
 
     /// A host pulls an image, which this one may pull, too.
     pub(super) fn heard(&self, id: SnapshotId, host: HostId) {
-        let swarms = self.swarms.lock().unwrap_or_else(PoisonError::into_inner);
-        let swarm = swarms.get(&id).and_then(Weak::upgrade);
-        drop(swarms);
+        let swarm = self.swarms().get(&id).map(|kept| Arc::clone(&kept.swarm));
         swarm.inspect(|swarm| swarm.heard(host));
     }
 
@@ -145,9 +159,13 @@ impl Stored {
         self.common.relayed.fetch_add(relayed.into(), Ordering::Relaxed);
     }
 
-    /// End connections to hosts that are no members.
+    /// End connections to hosts that are no members, and forget what is not needed any more. Called
+    /// now and then.
     pub(super) fn keep(&self, is_member: impl Fn(HostId) -> bool) {
         self.common.connections.keep(is_member);
+        let mut swarms = self.swarms();
+        swarms.retain(|_, kept| kept.swarm.is_read() || kept.used.elapsed() < IDLE_MAX);
+        swarms.values().for_each(|kept| kept.swarm.tidy());
     }
 
     /// What has happened to chunks.
@@ -161,7 +179,7 @@ impl Stored {
     /// The stored image that a name means on a host, or on any.
     ///
     /// # Errors
-    /// No host has one, or several have different ones.
+    /// No host has one, or several have different ones; the host that is named does not answer.
     pub(super) async fn find(
         &self,
         hosts: &Hosts,
@@ -169,19 +187,39 @@ impl Stored {
         host: Option<&str>,
     ) -> Result<Told, StoredError> {
         let only = host.map(|host| hosts.find_all(&[host.to_owned()])).transpose()?;
+        if let Some(host) = host.filter(|_| only.as_ref().is_some_and(|it| it.contains(&hosts.id)))
+        {
+            return Err(StoredError::Own { host: host.to_owned() });
+        }
         let wanted = Wanted::Name(name.to_owned());
-        let mut told = ask_all(hosts, &wanted, &self.common.connections).await;
-        told.retain(|((id, _), _)| only.as_ref().is_none_or(|only| only.contains(id)));
-        let Some(((_, first), found)) = told.first() else {
+        let answers = ask_all(hosts, &wanted, &self.common.connections).await;
+        let is_asked = |it: &Answer| only.as_ref().is_none_or(|only| only.contains(&it.host));
+        let (mut found, mut silent) = (Vec::new(), Vec::new());
+        let mut was_asked = false;
+        for Answer { name, told, .. } in answers.into_iter().filter(is_asked) {
+            was_asked = true;
+            match told {
+                Ok(told) => found.extend(told.map(|told| (name, told))),
+                Err(error) => silent.push((name, error)),
+            }
+        }
+        let Some((first, told)) = found.first() else {
             let name = name.to_owned();
             return Err(match host.map(str::to_owned) {
-                Some(host) => StoredError::NotThere { name, host },
-                None => StoredError::NoHost { name },
+                Some(host) if !was_asked => CallError::Gone { host }.into(),
+                Some(host) => match silent.pop() {
+                    Some((_, error)) => error.into(),
+                    None => StoredError::NotThere { name, host },
+                },
+                None => {
+                    let silent = silent.into_iter().map(|(name, _)| name).collect();
+                    StoredError::NoHost { name, silent }
+                }
             });
         };
-        match told.iter().find(|(_, other)| other.id != found.id) {
-            None => Ok(found.clone()),
-            Some(((_, second), _)) => Err(StoredError::Several {
+        match found.iter().find(|(_, other)| other.id != told.id) {
+            None => Ok(told.clone()),
+            Some((second, _)) => Err(StoredError::Several {
                 name: name.to_owned(),
                 first: first.clone(),
                 second: second.clone(),

@@ -9,7 +9,7 @@ use vmfork_store::{BlobError, Blobs, Failure, KeyOf, SnapshotId, is_origin};
 
 use crate::cluster::Cluster;
 use crate::error::{ClusterError, StoredError};
-use crate::stored::{ImageSwarm, Images, Told};
+use crate::stored::{Images, Reader, Told};
 
 /// How many chunks are fetched at a time.
 const IN_FLIGHT: usize = 16;
@@ -41,7 +41,11 @@ impl Cluster {
     /// The files of a stored image of other hosts.
     pub fn image_store(self: &Arc<Self>, runtime: &Handle, id: SnapshotId) -> Arc<dyn Blobs> {
         let cluster = Arc::downgrade(self);
-        Arc::new(PeerStore { cluster, swarm: self.this.stored.swarm(id), runtime: runtime.clone() })
+        Arc::new(PeerStore {
+            cluster,
+            reader: self.this.stored.reader(id),
+            runtime: runtime.clone(),
+        })
     }
 }
 
@@ -49,7 +53,7 @@ impl Cluster {
 #[derive(Debug)]
 struct PeerStore {
     cluster: Weak<Cluster>,
-    swarm: Option<Arc<ImageSwarm>>,
+    reader: Option<Reader>,
     runtime: Handle,
 }
 
@@ -76,7 +80,7 @@ impl PeerStore {
         }
         let member = self.cluster.upgrade().and_then(|cluster| cluster.member());
         let hosts = &member.as_ref().ok_or(ClusterError::NoMore)?.hosts;
-        let swarm = self.swarm.as_ref().ok_or(ClusterError::Leaving)?;
+        let swarm = self.reader.as_ref().ok_or(ClusterError::Leaving)?.swarm();
         Ok(match KeyOf::parse(key) {
             Some(KeyOf::Chunk(hash)) => {
                 let chunk = self.runtime.block_on(swarm.chunk(hosts, key, hash, false));
@@ -99,6 +103,10 @@ impl Blobs for PeerStore {
         match self.try_get(key) {
             Ok(Some(file)) => Ok(file),
             Ok(None) => Err(BlobError::NotFound { key: key.to_owned(), place: self.describe() }),
+            // Another attempt finds the same damage.
+            Err(error) if error.is_damage() => {
+                Err(self.failed("get", key, Failure::Damaged, error))
+            }
             Err(error) => Err(self.failed("get", key, Failure::Unreachable, error)),
         }
     }

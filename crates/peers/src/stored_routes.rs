@@ -62,9 +62,9 @@ async fn tell(
 
 async fn give(
     State(of): State<Of>,
-    Path((_, key)): Path<(SnapshotId, String)>,
+    Path((id, key)): Path<(SnapshotId, String)>,
 ) -> Result<Bytes, ApiError> {
-    let given = of.give(&key).map_err(|error| error.to_body(GIVE))?;
+    let given = of.give(id, &key).map_err(|error| error.to_body(GIVE))?;
     Ok(given.ok_or_else(|| StoredError::NoFile.to_body(GIVE))?)
 }
 
@@ -77,9 +77,15 @@ async fn bring(
 }
 
 impl Of {
-    /// What is here.
-    fn give(&self, key: &str) -> Result<Option<Bytes>, StoredError> {
+    /// What is here. A stored name may have come to mean another image than was asked for.
+    fn give(&self, id: SnapshotId, key: &str) -> Result<Option<Bytes>, StoredError> {
         let here = self.this.stored.here().ok_or(ClusterError::Leaving)?;
+        if let Some(KeyOf::Snapshot(name)) = KeyOf::parse(key) {
+            let told = block_in_place(|| here.find(&Wanted::Id(id)));
+            if told.is_none_or(|told| told.name != name) {
+                return Ok(None);
+            }
+        }
         match block_in_place(|| here.give(key)) {
             Ok(file) => {
                 if matches!(KeyOf::parse(key), Some(KeyOf::Chunk(_))) {
@@ -94,7 +100,7 @@ impl Of {
 
     /// The same, or a chunk of an image that this host pulls itself.
     async fn bring(&self, id: SnapshotId, key: &str) -> Result<Option<Bytes>, StoredError> {
-        if let Some(file) = self.give(key)? {
+        if let Some(file) = self.give(id, key)? {
             return Ok(Some(file));
         }
         let Some(KeyOf::Chunk(hash)) = KeyOf::parse(key) else { return Ok(None) };

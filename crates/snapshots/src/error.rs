@@ -131,8 +131,13 @@ pub enum GuestImageError {
     /// A snapshot can't be called so.
     #[error("the guest image `{name}` was pulled, and has the name in the store")]
     HasName { name: String },
+    /// What is pulled can't be called so.
+    #[error("the store has another image of the name `{name}`, as that of the image `{image}`")]
+    OtherHere { name: String, image: String },
     #[error("the image `{name}` was replaced meanwhile")]
     Replaced { name: String },
+    #[error("a copy of the image `{name}` is being stored already")]
+    Seeding { name: String },
     #[error("the root of the image `{name}` is in the store, and hosts pull it from there")]
     Needed { name: String },
     /// The folder of images.
@@ -149,7 +154,9 @@ impl GuestImageError {
             Self::Snapshot { .. }
             | Self::Image { .. }
             | Self::HasName { .. }
+            | Self::OtherHere { .. }
             | Self::Replaced { .. }
+            | Self::Seeding { .. }
             | Self::Needed { .. } => ErrorCode::Conflict,
             Self::Images(error) if matches!(**error, ImageStoreError::NotFound { .. }) => {
                 ErrorCode::NotFound
@@ -167,7 +174,13 @@ impl GuestImageError {
             Self::Image { name } => Some(format!("`vmfork image pull {name}` brings it")),
             Self::Unfit { .. } => Some("push it again from a host that has it".to_owned()),
             Self::HasName { .. } => Some("choose another name".to_owned()),
+            Self::OtherHere { image, .. } => {
+                Some(format!("remove that first: `vmfork image rm {image}`"))
+            }
             Self::Replaced { .. } => Some("try again".to_owned()),
+            Self::Seeding { name } => {
+                Some(format!("wait, or end that: `vmfork image seed --stop {name}`"))
+            }
             Self::Needed { name } => Some(format!("`vmfork image rm {name}` removes it")),
             Self::Images(error) => error.remedy(),
             Self::Arrival(error) => error.remedy(),

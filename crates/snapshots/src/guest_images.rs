@@ -12,6 +12,7 @@
 //!
 //! Left to others: the folder of images (`vmfork-guest-image`), disks of VMs.
 
+use std::collections::btree_map::Entry;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt as _;
@@ -19,6 +20,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use tokio::sync::MutexGuard;
+use tokio_util::sync::CancellationToken;
 use vmfork_api::{ErrorBody, SCHEMA, TransferReply, TransferRequest};
 use vmfork_disk::Lower as _;
 use vmfork_guest_image::{Arrival, INITRD_FILE, ImageFiles, KERNEL_FILE, Metadata, ROOT_FILE};
@@ -32,10 +34,10 @@ use crate::create::{CHUNK_PAGES, ZSTD_LEVEL};
 use crate::error::{GuestImageError, SnapshotError};
 use crate::keep::{self, with_work};
 use crate::kind::{Kind, described, is_guest_image, metadata_of};
-use crate::library::{Library, Snapshots};
+use crate::library::{Library, Seeding, Snapshots};
 use crate::location::{For, Found};
 use crate::transfer::bring;
-use crate::work::blocking;
+use crate::work::{CancelOnDrop, blocking};
 use vmfork_host::error::{chain, outcome};
 
 /// The disk of a stored image that is its root.
@@ -99,28 +101,71 @@ pub async fn push(
 }
 
 /// Keep a copy of a guest image in this host's store, for other hosts of its cluster. One that was
-/// pulled, and whose root is in the store, is there already.
+/// pulled, and whose root is in the store, is there already. Given up with this future.
 ///
 /// # Errors
-/// There is none of that name; snapshots have the names that the copy could have.
+/// There is none of that name; snapshots have the names that the copy could have; it is being
+/// stored already.
 pub async fn seed(library: &Arc<Library>, name: &str) -> Result<(), ErrorBody> {
     let message = format!("seed image `{name}`");
-    let (library, name, failed) = (Arc::clone(library), name.to_owned(), message.clone());
-    // A task of its own: what is stored becomes the image's copy, also when the client disconnects.
+    let under_way = UnderWayCopy::begin(library, name).map_err(|error| error.to_body(&message))?;
+    let _on_drop = CancelOnDrop(Arc::clone(&under_way.seeding.work));
+    let (library, failed) = (Arc::clone(library), message.clone());
+    // A task of its own: what is stored becomes the image's copy or goes.
     let task = tokio::spawn(async move {
-        let _turn = library.snapshots.image_turn.lock().await;
-        let seeded = with_work(&library, move |library, work| library.seed(&name, work)).await;
+        let seeded = {
+            let library = Arc::clone(&library);
+            blocking(move || library.seed(&under_way.name, &under_way.seeding.work)).await
+        };
+        if seeded.is_err() {
+            library.snapshots.collector.soon();
+            library.forget_unneeded().await;
+        }
         seeded.map_err(|error| error.to_body(failed))
     });
     outcome(task, message).await
 }
 
-/// End that. Hosts that have not pulled all of it find the rest at each other, or not.
+/// A copy of an image is being stored: no other one of it is.
+struct UnderWayCopy {
+    library: Arc<Library>,
+    name: String,
+    seeding: Seeding,
+}
+
+impl UnderWayCopy {
+    fn begin(library: &Arc<Library>, name: &str) -> Result<Self, SnapshotError> {
+        let snapshots = &library.snapshots;
+        let seeding = Seeding { work: snapshots.work(), over: CancellationToken::new() };
+        match snapshots.seeding().entry(name.to_owned()) {
+            Entry::Occupied(_) => Err(GuestImageError::Seeding { name: name.to_owned() }.into()),
+            Entry::Vacant(vacant) => {
+                vacant.insert(seeding.clone());
+                Ok(Self { library: Arc::clone(library), name: name.to_owned(), seeding })
+            }
+        }
+    }
+}
+
+impl Drop for UnderWayCopy {
+    fn drop(&mut self) {
+        self.library.snapshots.seeding().remove(&self.name);
+        self.seeding.over.cancel();
+    }
+}
+
+/// End that, also while the copy is being stored. Hosts that have not pulled all of it find the
+/// rest at each other, or not.
 ///
 /// # Errors
 /// There is none of that name; its root is in the store.
 pub async fn unseed(library: &Arc<Library>, name: &str) -> Result<(), ErrorBody> {
     let message = format!("stop seeding image `{name}`");
+    let seeding = library.snapshots.seeding().get(name).cloned();
+    if let Some(Seeding { work, over }) = seeding {
+        crate::work::cancel(&work);
+        over.cancelled().await;
+    }
     let ended = {
         let _turn = library.snapshots.image_turn.lock().await;
         let (library, name) = (Arc::clone(library), name.to_owned());
@@ -138,6 +183,17 @@ pub async fn unseed(library: &Arc<Library>, name: &str) -> Result<(), ErrorBody>
     ended.map_err(|error| error.to_body(message))?;
     library.forget_unneeded().await;
     Ok(())
+}
+
+/// The ID of an image's copy. Hosts that store the same image by themselves have the same chunks
+/// and tables, and so the same copy.
+fn copy_id(metadata: &Metadata) -> Result<SnapshotId, SnapshotError> {
+    let layout = (metadata, CHUNK_PAGES, ZSTD_LEVEL);
+    let words = serde_json::to_vec(&layout)
+        .map_err(|source| SnapshotError::Stream { source: source.into() })?;
+    let hash = blake3::derive_key("vmfork 2026-11-27 copy of a guest image", &words);
+    let (id, _) = hash.split_first_chunk().unwrap_or((&[0; 16], &[]));
+    Ok(SnapshotId(*id))
 }
 
 /// How it is stored, and the files that its images are read from.
@@ -162,8 +218,8 @@ fn draft(mut files: ImageFiles) -> Result<(Draft, Vec<(Role, File)>), SnapshotEr
         });
         parts.push((role, file));
     }
-    let vm = described(&metadata);
-    Ok((Draft { name: metadata.name, id: None, images, state: Vec::new(), vm }, parts))
+    let (vm, id) = (described(&metadata), Some(copy_id(&metadata)?));
+    Ok((Draft { name: metadata.name, id, images, state: Vec::new(), vm }, parts))
 }
 
 /// Pages of one of the files.
@@ -254,12 +310,16 @@ impl Drop for Coming {
         if let Some(at) = coming.iter().position(|name| *name == self.name) {
             coming.swap_remove(at);
         }
+        drop(coming);
+        // What was brought for a client that has gone is not needed.
+        let library = Arc::clone(&self.library);
+        self.library.snapshots.runtime.spawn(async move { library.forget_unneeded().await });
     }
 }
 
 impl Library {
     /// Store a copy of an image, unless there is one.
-    fn seed(&self, name: &str, work: &Work) -> Result<(), SnapshotError> {
+    fn seed(self: &Arc<Self>, name: &str, work: &Work) -> Result<(), SnapshotError> {
         let files = vmfork_host::core::open_image(&self.core, name)
             .map_err(|error| SnapshotError::Host(error.into()))?;
         let metadata = files.metadata.clone();
@@ -270,8 +330,10 @@ impl Library {
         let (mut draft, parts) = draft(files)?;
         draft.name = self.free_name(&metadata)?;
         let stored = draft.name.clone();
+        let _needed = Coming::begin(self, &stored);
         let read = |role: &Role, range, bytes: &mut [u8]| part(&parts, role, range, bytes);
         store.create(draft, &read, work)?;
+        let _turn = self.snapshots.image_turn.blocking_lock();
         let is_same = self.core.images.set_seeded(&metadata, Some(stored));
         match is_same.map_err(|error| GuestImageError::Images(Box::new(error)))? {
             true => Ok(()),
@@ -346,6 +408,18 @@ impl Library {
             coming.contains(name) || images.iter().any(|image| image.stored() == Some(name))
         };
         Ok(stored.map(|(name, _)| name).filter(|name| !is_needed(name)).collect())
+    }
+
+    /// Why what is pulled can't have its name, if that is why.
+    pub(crate) fn taken(&self, error: StoreError) -> SnapshotError {
+        let StoreError::Exists { name, .. } = &error else { return error.into() };
+        let images = self.core.images.list().unwrap_or_default();
+        match images.into_iter().find(|image| image.stored() == Some(name)) {
+            Some(image) => {
+                GuestImageError::OtherHere { name: name.clone(), image: image.name }.into()
+            }
+            None => error.into(),
+        }
     }
 
     /// What the copy of an image can be called in the store.

@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::runtime::Handle;
+use tokio_util::sync::CancellationToken;
 use vmfork_store::{HotChunks, ImageDescriptor, Role, SnapshotId, Store, StoreError, Stored, Work};
 
 use crate::collect::Collector;
@@ -51,9 +52,19 @@ pub struct Snapshots {
     pub(crate) image_turn: tokio::sync::Mutex<()>,
     /// Names of stored guest images that are being brought, one for each client.
     coming: Mutex<Vec<String>>,
+    /// Images of which copies are being stored.
+    seeding: Mutex<BTreeMap<String, Seeding>>,
     pub(crate) places: Places,
     /// For clients that wait.
     pub(crate) runtime: Handle,
+}
+
+/// A copy of an image that is being stored.
+#[derive(Debug, Clone)]
+pub(crate) struct Seeding {
+    pub(crate) work: Arc<Work>,
+    /// Cancelled when that has ended, well or not.
+    pub(crate) over: CancellationToken,
 }
 
 /// How many VMs of each snapshot are being recorded.
@@ -87,6 +98,7 @@ impl Snapshots {
             disk_gate: Mutex::default(),
             image_turn: tokio::sync::Mutex::default(),
             coming: Mutex::default(),
+            seeding: Mutex::default(),
             collector: Collector::new(&store, &runtime),
             places: Places::new(runtime.clone()),
             runtime,
@@ -118,6 +130,10 @@ impl Snapshots {
 
     pub(crate) fn coming(&self) -> MutexGuard<'_, Vec<String>> {
         self.coming.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn seeding(&self) -> MutexGuard<'_, BTreeMap<String, Seeding>> {
+        self.seeding.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Something that takes a while begins, on as many threads as the host has cores; ended by

@@ -155,8 +155,7 @@ impl Snapshots {
         if let [first, rest @ ..] = others.as_slice()
             && others.len() == ids.len()
             && rest.iter().all(|other| Arc::ptr_eq(other, first))
-            && !first.over.is_cancelled()
-            && first.error().is_none()
+            && first.goes_on()
         {
             return Err(Arc::clone(first));
         }

@@ -16,11 +16,12 @@ use vmfork_store::{
 };
 
 use crate::error::SnapshotError;
+use crate::guest_images::Known;
 use crate::keep;
 use crate::library::{Library, Snapshots};
 use crate::placing::Placed;
 use crate::transfer;
-use crate::under_way::{Doing, Listed};
+use crate::under_way::{Doing, Listed, UnderWay};
 use vmfork_fork::facts::Facts;
 use vmfork_host::testing::{Host, SOON};
 
@@ -332,4 +333,56 @@ async fn each_snapshot_is_told_before_it_can_be_removed_and_a_base_before_its_de
     library.snapshots.store.adopt_from("warm", &other, "elsewhere", &work).expect("adopted");
     let expected = [("base".to_owned(), true, false), ("warm".to_owned(), true, true)];
     assert_eq!(*found.lock().expect("lock"), expected);
+}
+
+/// Files of a store of folders, by their keys.
+fn keys(library: &Library, below: &str) -> Vec<String> {
+    let root = Path::new(&library.snapshots.store.describe()).join(below);
+    let files = std::fs::read_dir(root).expect("a folder").map(|entry| entry.expect("read"));
+    files.map(|file| format!("{below}/{}", file.file_name().display())).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn other_hosts_get_the_files_of_guest_images_alone() {
+    let host = Host::start().await;
+    let library = &library(&host);
+    let store = &library.snapshots.store;
+    put(library, store, "warm", 1);
+    let mut image = draft("web", None);
+    image.images[0].role = Role::Disk("root".parse().expect("a name"));
+    image.state = Vec::new();
+    image.vm = serde_json::json!({ "guest_image": { "name": "web" } });
+    store.create(image, &pages(2), &library.snapshots.work()).expect("stored");
+    let (of_image, of_vm) = (keys(library, "snapshots/web"), keys(library, "snapshots/warm"));
+    assert!(of_image.len() >= 2 && of_vm.len() >= 3, "{of_image:?}, {of_vm:?}");
+    for key in of_image {
+        library.give(&key).expect("of a guest image");
+    }
+    // Where this host has it from is not told.
+    let table = keys(library, "snapshots/web").into_iter().find(|key| key.ends_with(".table"));
+    let origin = table.expect("one").replace(".table", ".origin");
+    std::fs::write(Path::new(&store.describe()).join(&origin), b"s3://elsewhere").expect("written");
+    let hidden = ["snapshots/../format.json", "/etc/passwd", "", &origin];
+    for key in of_vm.iter().map(String::as_str).chain(hidden) {
+        library.give(key).expect_err(key);
+    }
+    assert!(library.stored_image(Known::Id(store.descriptor("warm").expect("there").id)).is_none());
+}
+
+#[test]
+fn what_clients_wait_for_is_given_up_with_the_last_one() {
+    let one = || Arc::new(UnderWay::new("web", Doing::Pull, Arc::new(vmfork_store::Work::new(1))));
+    let under_way = one();
+    let waiters = [under_way.wait(), under_way.wait()];
+    let [first, second] = waiters;
+    drop(first);
+    assert!(under_way.goes_on());
+    drop(second);
+    assert!(!under_way.goes_on());
+    // One that does not wait wants it to its end.
+    let under_way = one();
+    let waiter = under_way.wait();
+    under_way.want();
+    drop(waiter);
+    assert!(under_way.goes_on());
 }

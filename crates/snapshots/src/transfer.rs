@@ -10,7 +10,8 @@ use bytes::Bytes;
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use vmfork_api::{ErrorBody, SCHEMA, Snapshot, TransferReply, TransferRequest};
-use vmfork_store::{Store, Work};
+use vmfork_host::error::chain;
+use vmfork_store::{BlobError, Failure, Store, StoreError, Work};
 
 use crate::error::SnapshotError;
 use crate::keep::with_work;
@@ -30,6 +31,13 @@ const PIECE_BYTES: usize = 256 << 10;
 const IDLE_MAX: Duration = Duration::from_secs(60);
 /// How often is looked whether to go on waiting for it.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// How long a store may be away from which a pull brings the rest.
+const PATIENCE: Duration = Duration::from_secs(3600);
+/// The same if a client waits for all of it.
+const PATIENCE_WAITED_FOR: Duration = Duration::from_secs(60);
+/// Between two attempts: first, and at most.
+const PAUSE_MIN: Duration = Duration::from_secs(1);
+const PAUSE_MAX: Duration = Duration::from_secs(30);
 
 /// One stream with all of a snapshot and of what it depends on. Ends with the receiver.
 pub fn export(library: &Arc<Library>, name: &str) -> Result<ByteStream, ErrorBody> {
@@ -229,33 +237,79 @@ pub(super) async fn bring(
     };
     let under_way = match adopted.pulling {
         None => None,
-        Some(Err(other)) => Some((other, None)),
+        Some(Err(other)) => Some(other),
         Some(Ok((pulling, remote))) => {
             let under_way = Arc::clone(&pulling.under_way);
-            // A client that waits for all of it and disconnects does not want it now. Pages still
-            // arrive on demand.
-            let on_drop = request.wait.then(|| CancelOnDrop(Arc::clone(&under_way.work)));
+            let patience = if request.wait { PATIENCE_WAITED_FOR } else { PATIENCE };
             let (library, name) = (Arc::clone(library), adopted.name.clone());
             let message = message.clone();
             drop(blocking(move || {
                 let snapshots = &library.snapshots;
-                let outcome = snapshots.store.fetch_chunks(&name, &remote, &pulling.under_way.work);
+                let outcome = fetch(&snapshots.store, &name, &remote, &pulling.under_way, patience);
                 let outcome = outcome.map_err(SnapshotError::from);
                 pulling.ends(outcome.as_ref().err(), message);
                 Ok(())
             }));
-            Some((under_way, on_drop))
+            Some(under_way)
         }
     };
-    if request.wait
-        && let Some((under_way, _on_drop)) = under_way
-    {
-        under_way.over.cancelled().await;
-        if let Some(error) = under_way.error() {
+    match under_way {
+        // A client that waits for all of it and disconnects does not want it now. Pages still
+        // arrive on demand.
+        Some(under_way) if request.wait => {
+            let _waiter = under_way.wait();
+            under_way.over.cancelled().await;
+            under_way.error().map_or(Ok(adopted.name), Err)
+        }
+        Some(under_way) => {
+            under_way.want();
+            Ok(adopted.name)
+        }
+        None => Ok(adopted.name),
+    }
+}
+
+/// Fetch all chunks that are missing. A store that can't be reached is tried again, until nothing
+/// has come for as long as `patience`.
+fn fetch(
+    store: &Store,
+    name: &str,
+    remote: &Store,
+    under_way: &UnderWay,
+    patience: Duration,
+) -> Result<(), StoreError> {
+    let work = &under_way.work;
+    let (mut most, mut came, mut pause) = (0, Instant::now(), PAUSE_MIN);
+    loop {
+        let error = match store.fetch_chunks(name, remote, work) {
+            Err(error) if is_away(&error) => error,
+            ended => return ended,
+        };
+        // What is here already is counted again by each attempt.
+        let done = work.done_bytes.load(Ordering::Relaxed);
+        if done > most {
+            (most, came, pause) = (done, Instant::now(), PAUSE_MIN);
+        }
+        if came.elapsed() + pause > patience {
             return Err(error);
         }
+        let reason = chain(&error);
+        tracing::warn!(snapshot = name, reason, "the rest is fetched again in {pause:?}");
+        let until = Instant::now() + pause;
+        while Instant::now() < until {
+            if work.cancelled.load(Ordering::Relaxed) {
+                return Err(StoreError::Cancelled);
+            }
+            std::thread::park_timeout(LOOK_EVERY.min(until - Instant::now()));
+        }
+        pause = (pause * 2).min(PAUSE_MAX);
+        under_way.begin_anew();
     }
-    Ok(adopted.name)
+}
+
+/// Whether another attempt may find the store there.
+fn is_away(error: &StoreError) -> bool {
+    matches!(error, StoreError::Blob(BlobError::Failed { why: Failure::Unreachable, .. }))
 }
 
 /// A snapshot of another store that can be started here.
@@ -277,8 +331,9 @@ fn adopt(
         let remote = snapshots.places.store_at(location, For::Reading)?;
         // Nothing of another kind is written.
         kind.check(&remote.descriptor(name)?)?;
-        let adopted =
-            snapshots.store.adopt_from(name, &remote, location, &placed.under_way.work)?;
+        let work = &placed.under_way.work;
+        let adopted = snapshots.store.adopt_from(name, &remote, location, work);
+        let adopted = adopted.map_err(|error| library.taken(error))?;
         let here = adopted.descriptor().name.clone();
         let family = snapshots.store.open_family(&here)?;
         let missing = family.iter().rev().filter(|stored| stored.origin().is_some());

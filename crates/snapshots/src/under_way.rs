@@ -1,7 +1,7 @@
 //! What is being written, imported or pulled, as it is listed.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use tokio_util::sync::CancellationToken;
@@ -53,6 +53,20 @@ pub(super) struct UnderWay {
     failed: Mutex<Option<ErrorBody>>,
     /// Cancelled when it has ended, well or not.
     pub(super) over: CancellationToken,
+    /// Clients that wait for it, and those that want it without waiting.
+    wanted_by: AtomicUsize,
+}
+
+/// A client that wants something only as long as it waits for it.
+#[derive(Debug)]
+pub(super) struct Waiter(Arc<UnderWay>);
+
+impl Drop for Waiter {
+    fn drop(&mut self) {
+        if self.0.wanted_by.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.0.give_up();
+        }
+    }
 }
 
 impl UnderWay {
@@ -65,7 +79,26 @@ impl UnderWay {
             work,
             failed: Mutex::default(),
             over: CancellationToken::new(),
+            wanted_by: AtomicUsize::new(0),
         }
+    }
+
+    /// A client wants it, whether it stays connected or not.
+    pub(super) fn want(&self) {
+        self.wanted_by.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// A client wants it while it waits. When the last such client has gone, it is given up.
+    pub(super) fn wait(self: &Arc<Self>) -> Waiter {
+        self.want();
+        Waiter(Arc::clone(self))
+    }
+
+    /// Whether it goes on, and has not failed.
+    pub(super) fn goes_on(&self) -> bool {
+        !self.over.is_cancelled()
+            && !self.work.cancelled.load(Ordering::Relaxed)
+            && self.error().is_none()
     }
 
     pub(super) fn is_pull(&self) -> bool {

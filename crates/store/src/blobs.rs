@@ -127,6 +127,8 @@ pub enum Failure {
     Unreachable,
     /// This process has no more open files or memory.
     Exhausted,
+    /// It is there, and is not what was written.
+    Damaged,
     Other,
 }
 
@@ -177,6 +179,7 @@ impl BlobError {
             Failure::NoPlace => format!("check that {place} exists"),
             Failure::Unreachable => format!("check the address and that {place} can be reached"),
             Failure::Exhausted => "end some VMs, or give the daemon more open files".to_owned(),
+            Failure::Damaged => format!("let {place} have a sound copy of it"),
             Failure::Other => return None,
         })
     }

@@ -1,7 +1,7 @@
 //! The chunks of one stored image, from whichever hosts have them.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,7 @@ use vmfork_store::{SnapshotId, is_chunk};
 use super::choice::{Ask, Holder, order};
 use super::connections::Connections;
 use super::{Images, STORED, Served, Told, Wanted};
-use crate::client::{Peer, WORD_WAIT};
+use crate::client::WORD_WAIT;
 use crate::error::{CallError, Missing};
 use crate::hosts::{Hosts, There};
 
@@ -23,12 +23,17 @@ use crate::hosts::{Hosts, There};
 const HOLDERS_FOR: Duration = Duration::from_secs(3);
 /// How long a host counts as one that pulls the image after it asked who has it.
 const HEARD_FOR: Duration = Duration::from_secs(6);
-/// How long a host may take for a chunk, which it may have to bring.
-const CHUNK_WAIT: Duration = Duration::from_secs(10);
+/// How long a host may take for a file that it has.
+const FILE_WAIT: Duration = Duration::from_secs(10);
+/// How long a host may take for a chunk that it brings. It asks no further host after `FILE_WAIT`,
+/// and waits no longer than that for the last: it answers before it is given up.
+const RELAY_WAIT: Duration = Duration::from_secs(21);
 /// How many chunks are remembered: 16 MiB at most, if none could be compressed.
 const RECENT_MAX: usize = 64;
-/// How long a host that failed is asked last.
-const SHUN_FOR: Duration = Duration::from_secs(5);
+/// How long a chunk that has come is remembered: the store has written it by then.
+const RECENT_FOR: Duration = Duration::from_secs(10);
+/// How long a host that failed is asked last: longer than it is waited for.
+const SHUN_FOR: Duration = Duration::from_secs(30);
 
 /// What is common to all images.
 #[derive(Debug, Default)]
@@ -42,6 +47,22 @@ pub(super) struct Common {
 
 type Coming = BoxFuture<'static, Result<Bytes, Arc<Missing>>>;
 
+/// A chunk that comes, or has come.
+#[derive(Debug)]
+struct Recent {
+    hash: Hash,
+    began: Instant,
+    coming: Shared<Coming>,
+}
+
+/// What a member says of a stored image.
+#[derive(Debug)]
+pub(super) struct Answer {
+    pub(super) host: HostId,
+    pub(super) name: String,
+    pub(super) told: Result<Option<Told>, CallError>,
+}
+
 /// A stored image that other hosts have.
 #[derive(Debug)]
 pub(crate) struct ImageSwarm {
@@ -54,7 +75,29 @@ pub(crate) struct ImageSwarm {
     looks: AtomicBool,
     /// Hosts that have failed, and until when they are asked last.
     shunned: Mutex<HashMap<HostId, Instant>>,
-    recent: Mutex<VecDeque<(Hash, Shared<Coming>)>>,
+    recent: Mutex<VecDeque<Recent>>,
+    readers: AtomicUsize,
+}
+
+/// Something on this host that reads the image: as long as it is there, the host pulls the image.
+#[derive(Debug)]
+pub(crate) struct Reader(Arc<ImageSwarm>);
+
+impl Reader {
+    pub(super) fn new(swarm: Arc<ImageSwarm>) -> Self {
+        swarm.readers.fetch_add(1, Ordering::AcqRel);
+        Self(swarm)
+    }
+
+    pub(crate) fn swarm(&self) -> &Arc<ImageSwarm> {
+        &self.0
+    }
+}
+
+impl Drop for Reader {
+    fn drop(&mut self) {
+        self.0.readers.fetch_sub(1, Ordering::AcqRel);
+    }
 }
 
 impl ImageSwarm {
@@ -68,7 +111,19 @@ impl ImageSwarm {
             looks: AtomicBool::new(false),
             shunned: Mutex::default(),
             recent: Mutex::default(),
+            readers: AtomicUsize::new(0),
         }
+    }
+
+    /// Whether something on this host reads the image.
+    pub(super) fn is_read(&self) -> bool {
+        self.readers.load(Ordering::Acquire) > 0
+    }
+
+    /// Forget chunks that have come a while ago.
+    pub(super) fn tidy(&self) {
+        let mut recent = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
+        recent.retain(|one| one.coming.peek().is_none() || one.began.elapsed() < RECENT_FOR);
     }
 
     /// Who has the image or pulls it, this host too: as was known last, while that is asked again.
@@ -97,18 +152,21 @@ impl ImageSwarm {
         holders
     }
 
-    /// Ask all members.
+    /// Ask all members. One that does not answer has what it had.
     async fn look(&self, hosts: &Hosts) -> Vec<Holder> {
-        let told = ask_all(hosts, &Wanted::Id(self.id), &self.common.connections).await;
+        let answers = ask_all(hosts, &Wanted::Id(self.id), &self.common.connections).await;
         let own = tokio::task::block_in_place(|| self.here.find(&Wanted::Id(self.id)));
         // It pulls the image, or is about to.
         let is_whole = own.is_some_and(|told| told.is_whole);
         let own = Holder { host: hosts.id, is_whole };
-        let others =
-            told.into_iter().map(|((host, _), Told { is_whole, .. })| Holder { host, is_whole });
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = known.as_ref().map_or(&[][..], |(_, holders)| holders);
+        let others = answers.into_iter().filter_map(|Answer { host, told, .. }| match told {
+            Ok(told) => told.map(|Told { is_whole, .. }| Holder { host, is_whole }),
+            Err(_) => before.iter().find(|holder| holder.host == host).copied(),
+        });
         let holders: Vec<_> = others.chain([own]).collect();
-        let known = Some((Instant::now(), holders.clone()));
-        *self.known.lock().unwrap_or_else(PoisonError::into_inner) = known;
+        *known = Some((Instant::now(), holders.clone()));
         holders
     }
 
@@ -143,7 +201,7 @@ impl ImageSwarm {
         let may_wait = asks.iter().any(|ask| matches!(ask, Ask::Relay(_)));
         let make = || {
             let (this, hosts, key) = (Arc::clone(self), Arc::clone(hosts), key.to_owned());
-            async move { this.bring(&hosts, &key, hash, asks).await.map_err(Arc::new) }.boxed()
+            async move { this.bring(&hosts, &key, hash, asks, relays).await.map_err(Arc::new) }
         };
         // All that wait for a chunk of this host's own get the same one. Of two hosts that ask each
         // other to bring one, neither waits for what the other waits for.
@@ -152,14 +210,23 @@ impl ImageSwarm {
 
     /// One of those that come, or have come a moment ago: until the store has written it, another
     /// host may ask for it.
-    fn join(&self, hash: Hash, make: impl FnOnce() -> Coming) -> Shared<Coming> {
+    fn join<F>(&self, hash: Hash, make: impl FnOnce() -> F) -> Shared<Coming>
+    where
+        F: Future<Output = Result<Bytes, Arc<Missing>>> + Send + 'static,
+    {
         let mut recent = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
-        recent.retain(|(_, coming)| !matches!(coming.peek(), Some(Err(_))));
-        if let Some((_, coming)) = recent.iter().find(|(of, _)| *of == hash) {
-            return coming.clone();
+        recent.retain(|one| match one.coming.peek() {
+            None => true,
+            Some(outcome) => outcome.is_ok() && one.began.elapsed() < RECENT_FOR,
+        });
+        if let Some(one) = recent.iter().find(|one| one.hash == hash) {
+            return one.coming.clone();
         }
-        let coming = make().shared();
-        recent.push_back((hash, coming.clone()));
+        // A task of its own: it ends, also when all that waited for it have gone.
+        let task = tokio::spawn(make());
+        let coming = async { task.await.unwrap_or_else(|_| Err(Arc::new(Missing::Broken))) };
+        let coming = coming.boxed().shared();
+        recent.push_back(Recent { hash, began: Instant::now(), coming: coming.clone() });
         if recent.len() > RECENT_MAX {
             recent.pop_front();
         }
@@ -172,32 +239,50 @@ impl ImageSwarm {
         key: &str,
         hash: Hash,
         mut asks: Vec<Ask>,
+        relays: bool,
     ) -> Result<Bytes, Missing> {
         // The order stays among those that have not failed, and among those that have.
         asks.sort_by_key(|ask| self.is_shunned(ask.host()));
         if asks.is_empty() {
             return Err(Missing::NoHolder);
         }
-        let (asked, mut last) = (asks.len(), None);
+        let (began, mut tried) = (Instant::now(), Vec::new());
+        let (mut damaged, mut last) = (Vec::new(), None);
         for ask in asks {
+            let host = ask.host();
+            // What a host could not bring, it has not.
+            if tried.contains(&host) {
+                continue;
+            }
+            if relays && began.elapsed() > FILE_WAIT {
+                break;
+            }
+            tried.push(host);
             match self.ask(hosts, ask, key).await {
                 Ok(Some(file)) if is_chunk(&hash, &file) => {
                     self.common.came.fetch_add(1, Ordering::Relaxed);
                     return Ok(file);
                 }
                 Ok(Some(_)) => {
-                    tracing::warn!(host = %ask.host(), key, "a host has a damaged chunk");
-                    self.shun(ask.host());
+                    let name =
+                        hosts.roster.read(|book| book.member(host).map(|it| it.name.clone()));
+                    let name = name.unwrap_or_else(|| host.to_string());
+                    tracing::warn!(host = name, key, "a host has a damaged chunk");
+                    damaged.push(name);
+                    self.shun(host);
                 }
                 Ok(None) => {}
                 Err(error) => {
-                    tracing::debug!(host = %ask.host(), key, %error, "another host is asked");
-                    self.shun(ask.host());
+                    tracing::debug!(%host, key, %error, "another host is asked");
+                    // One that says why it brings nothing is there.
+                    if !matches!(error, CallError::Refused { .. }) {
+                        self.shun(host);
+                    }
                     last = Some(error);
                 }
             }
         }
-        Err(Missing::Failed { asked, last })
+        Err(Missing::Failed { asked: tried.len(), damaged, last })
     }
 
     /// A file from one host. `None`: it has none.
@@ -205,12 +290,12 @@ impl ImageSwarm {
         let entry = hosts.roster.read(|book| book.member(ask.host()).cloned());
         let Some(entry) = entry else { return Ok(None) };
         let peer = hosts.peer(&entry);
-        let how = match ask {
-            Ask::Relay(_) => Served::OrBrought,
-            Ask::Here(_) => Served::IfHere,
+        let (how, wait) = match ask {
+            Ask::Relay(_) => (Served::OrBrought, RELAY_WAIT),
+            Ask::Here(_) => (Served::IfHere, FILE_WAIT),
         };
         let path = format!("{STORED}/{}/{}/{key}", self.id, how.word());
-        self.common.connections.get(entry.id, &peer, &path, CHUNK_WAIT).await
+        self.common.connections.get(entry.id, &peer, &path, wait).await
     }
 
     /// One of its small files, from any host that has it: those with all of it first.
@@ -225,36 +310,39 @@ impl ImageSwarm {
         if others.is_empty() {
             return Err(Missing::NoHolder);
         }
-        let (asked, mut last, mut lacks) = (others.len(), None, false);
+        let (asked, mut last, mut whole_lacks) = (others.len(), None, false);
         for holder in others {
             match self.ask(hosts, Ask::Here(holder.host), key).await {
                 Ok(Some(file)) => return Ok(Some(file)),
-                Ok(None) => lacks = true,
+                Ok(None) => whole_lacks |= holder.is_whole,
                 Err(error) => {
                     self.shun(holder.host);
                     last = Some(error);
                 }
             }
         }
-        if lacks { Ok(None) } else { Err(Missing::Failed { asked, last }) }
+        // One that failed may have it, unless one that has all of the image has not.
+        match last {
+            Some(_) if !whole_lacks => Err(Missing::Failed { asked, damaged: Vec::new(), last }),
+            _ => Ok(None),
+        }
     }
 }
 
-/// What the other members say of a stored image: those that have it.
+/// What the other members say of a stored image, those that are not gone.
 pub(super) async fn ask_all(
     hosts: &Hosts,
     wanted: &Wanted,
     connections: &Connections,
-) -> Vec<((HostId, String), Told)> {
+) -> Vec<Answer> {
     let There { alive, suspect, gone: _ } = hosts.there();
     let peers = alive.into_iter().chain(suspect).map(|entry| (entry.id, hosts.peer(&entry)));
-    let peers: Vec<(HostId, Peer)> = peers.collect();
-    let asked = peers.iter().map(|(id, peer)| async move {
-        let told = connections.ask::<_, Option<Told>>(*id, peer, STORED, wanted, WORD_WAIT).await;
+    let asked = peers.map(|(host, peer)| async move {
+        let told = connections.ask(host, &peer, STORED, wanted, WORD_WAIT).await;
         let told = told.inspect_err(|error| {
             tracing::debug!(host = peer.name, %error, "it does not tell which images it has");
         });
-        Some(((*id, peer.name.clone()), told.ok()??))
+        Answer { host, name: peer.name.clone(), told }
     });
-    join_all(asked).await.into_iter().flatten().collect()
+    join_all(asked).await
 }

@@ -175,6 +175,9 @@ async fn a_host_without_a_part_of_the_image_brings_nothing_for_others() {
     let error = peer.get_again(&mut None, &path, super::SOON).await.expect_err("it has none");
     assert!(error.is_not_found(), "{error}");
     assert_eq!(count(&hosts[0], ImageChunk::Given), 0);
+    // A name that means another image there than was asked for.
+    let other = "snapshots/other/descriptor.json".to_owned();
+    shelves[1].files().insert(other, b"another's".to_vec());
     for bad in ["..%2f..%2fetc%2fpasswd", "chunks/1f/../../x", "snapshots/other/descriptor.json"] {
         let path = format!("/cluster/v1/stored-images/{ID}/here/{bad}");
         peer.get_again(&mut None, &path, super::SOON).await.expect_err(bad);
