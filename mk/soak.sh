@@ -42,6 +42,7 @@ mkdir -p "$TIMES" "$CACHE/test-images" "$VMFORK_CACHE"
 began=$(date +%s)
 step "S3 server" s3_server
 step "QEMU of bookworm-backports" other_qemu
+step "fsx and pjdfstest" mk/guest-programs.sh
 mk/build.sh tests
 rounds=0
 while :; do

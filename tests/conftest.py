@@ -60,6 +60,7 @@ LIMIT_TEARDOWN_S = 120.0
 LONGEST = (
     "test_readme",
     "three_hosts",
+    "test_disk_programs",
     "test_disks",
     "test_snapshots",
     "test_fork",

@@ -13,12 +13,16 @@ from . import places
 #: The default guest image's name.
 DEFAULT = os.environ.get("VMFORK_TEST_IMAGE", "default")
 
+#: The image of programs that test disks and file systems.
+PROGRAMS = "programs"
+
 BUILD_S = 1200.0
 
 
 def build_command(name: str) -> list[str]:
     """How an image is built, in one place. It has nothing to do where nothing has changed."""
-    spec = places.OUT / "lib" / "vmfork" / "images" / f"{name}.json"
+    own = places.ROOT / "tests" / "guest" / f"{name}.json"
+    spec = own if own.exists() else places.OUT / "lib" / "vmfork" / "images" / f"{name}.json"
     return ["image", "build", name, "--spec", str(spec)]
 
 
