@@ -20,7 +20,6 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use tokio::sync::MutexGuard;
-use tokio_util::sync::CancellationToken;
 use vmfork_api::{ErrorBody, SCHEMA, TransferReply, TransferRequest};
 use vmfork_disk::Lower as _;
 use vmfork_guest_image::{Arrival, INITRD_FILE, ImageFiles, KERNEL_FILE, Metadata, ROOT_FILE};
@@ -34,10 +33,11 @@ use crate::create::{CHUNK_PAGES, ZSTD_LEVEL};
 use crate::error::{GuestImageError, SnapshotError};
 use crate::keep::{self, with_work};
 use crate::kind::{Kind, described, is_guest_image, metadata_of};
-use crate::library::{Library, Seeding, Snapshots};
+use crate::library::{Library, Snapshots};
 use crate::location::{For, Found};
 use crate::transfer::bring;
-use crate::work::{CancelOnDrop, blocking};
+use crate::under_way::{Doing, UnderWay};
+use crate::work::blocking;
 use vmfork_host::error::{chain, outcome};
 
 /// The disk of a stored image that is its root.
@@ -108,14 +108,14 @@ pub async fn push(
 /// stored already.
 pub async fn seed(library: &Arc<Library>, name: &str) -> Result<(), ErrorBody> {
     let message = format!("seed image `{name}`");
-    let under_way = UnderWayCopy::begin(library, name).map_err(|error| error.to_body(&message))?;
-    let _on_drop = CancelOnDrop(Arc::clone(&under_way.seeding.work));
+    let seeding = Seeding::begin(library, name).map_err(|error| error.to_body(&message))?;
+    let _waiter = seeding.under_way.wait();
     let (library, failed) = (Arc::clone(library), message.clone());
     // A task of its own: what is stored becomes the image's copy or goes.
     let task = tokio::spawn(async move {
         let seeded = {
             let library = Arc::clone(&library);
-            blocking(move || library.seed(&under_way.name, &under_way.seeding.work)).await
+            blocking(move || library.seed(&seeding.under_way.name, &seeding.under_way.work)).await
         };
         if seeded.is_err() {
             library.snapshots.collector.soon();
@@ -127,34 +127,33 @@ pub async fn seed(library: &Arc<Library>, name: &str) -> Result<(), ErrorBody> {
 }
 
 /// A copy of an image is being stored: no other one of it is.
-struct UnderWayCopy {
+struct Seeding {
     library: Arc<Library>,
-    name: String,
-    seeding: Seeding,
+    under_way: Arc<UnderWay>,
 }
 
-impl UnderWayCopy {
+impl Seeding {
     fn begin(library: &Arc<Library>, name: &str) -> Result<Self, SnapshotError> {
         let snapshots = &library.snapshots;
-        let seeding = Seeding { work: snapshots.work(), over: CancellationToken::new() };
+        let under_way = Arc::new(UnderWay::new(name, Doing::Write, snapshots.work()));
         match snapshots.seeding().entry(name.to_owned()) {
             Entry::Occupied(_) => Err(GuestImageError::Seeding { name: name.to_owned() }.into()),
             Entry::Vacant(vacant) => {
-                vacant.insert(seeding.clone());
-                Ok(Self { library: Arc::clone(library), name: name.to_owned(), seeding })
+                vacant.insert(Arc::clone(&under_way));
+                Ok(Self { library: Arc::clone(library), under_way })
             }
         }
     }
 }
 
-impl Drop for UnderWayCopy {
+impl Drop for Seeding {
     fn drop(&mut self) {
-        self.library.snapshots.seeding().remove(&self.name);
-        self.seeding.over.cancel();
+        self.library.snapshots.seeding().remove(&self.under_way.name);
+        self.under_way.over.cancel();
     }
 }
 
-/// End that, also while the copy is being stored. Hosts that have not pulled all of it find the
+/// Remove the copy, also while it is being stored. Hosts that have not pulled all of it find the
 /// rest at each other, or not.
 ///
 /// # Errors
@@ -162,9 +161,9 @@ impl Drop for UnderWayCopy {
 pub async fn unseed(library: &Arc<Library>, name: &str) -> Result<(), ErrorBody> {
     let message = format!("stop seeding image `{name}`");
     let seeding = library.snapshots.seeding().get(name).cloned();
-    if let Some(Seeding { work, over }) = seeding {
-        crate::work::cancel(&work);
-        over.cancelled().await;
+    if let Some(under_way) = seeding {
+        under_way.give_up();
+        under_way.over.cancelled().await;
     }
     let ended = {
         let _turn = library.snapshots.image_turn.lock().await;

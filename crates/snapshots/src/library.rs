@@ -5,7 +5,6 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::runtime::Handle;
-use tokio_util::sync::CancellationToken;
 use vmfork_store::{HotChunks, ImageDescriptor, Role, SnapshotId, Store, StoreError, Stored, Work};
 
 use crate::collect::Collector;
@@ -14,7 +13,7 @@ use crate::kind::is_guest_image;
 use crate::location::{ClusterImages, Places};
 use crate::opened::Open;
 use crate::turns::Turns;
-use crate::under_way::{AllUnderWay, Pulls};
+use crate::under_way::{AllUnderWay, Pulls, UnderWay};
 use crate::work::Works;
 use vmfork_fork::Forker;
 use vmfork_fork::facts::Facts;
@@ -52,19 +51,11 @@ pub struct Snapshots {
     pub(crate) image_turn: tokio::sync::Mutex<()>,
     /// Names of stored guest images that are being brought, one for each client.
     coming: Mutex<Vec<String>>,
-    /// Images of which copies are being stored.
-    seeding: Mutex<BTreeMap<String, Seeding>>,
+    /// The copies of images that are being stored, by the images' names.
+    seeding: AllUnderWay,
     pub(crate) places: Places,
     /// For clients that wait.
     pub(crate) runtime: Handle,
-}
-
-/// A copy of an image that is being stored.
-#[derive(Debug, Clone)]
-pub(crate) struct Seeding {
-    pub(crate) work: Arc<Work>,
-    /// Cancelled when that has ended, well or not.
-    pub(crate) over: CancellationToken,
 }
 
 /// How many VMs of each snapshot are being recorded.
@@ -98,7 +89,7 @@ impl Snapshots {
             disk_gate: Mutex::default(),
             image_turn: tokio::sync::Mutex::default(),
             coming: Mutex::default(),
-            seeding: Mutex::default(),
+            seeding: AllUnderWay::default(),
             collector: Collector::new(&store, &runtime),
             places: Places::new(runtime.clone()),
             runtime,
@@ -132,7 +123,7 @@ impl Snapshots {
         self.coming.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn seeding(&self) -> MutexGuard<'_, BTreeMap<String, Seeding>> {
+    pub(crate) fn seeding(&self) -> MutexGuard<'_, BTreeMap<String, Arc<UnderWay>>> {
         self.seeding.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -179,7 +179,7 @@ impl BlobError {
             Failure::NoPlace => format!("check that {place} exists"),
             Failure::Unreachable => format!("check the address and that {place} can be reached"),
             Failure::Exhausted => "end some VMs, or give the daemon more open files".to_owned(),
-            Failure::Damaged => format!("let {place} have a sound copy of it"),
+            Failure::Damaged => format!("put a sound copy of it into {place}"),
             Failure::Other => return None,
         })
     }
