@@ -92,6 +92,7 @@ def test_a_poor_host_name_is_warned_of(make_daemon: MakeDaemon) -> None:
         cli("cluster", "leave")
 
 
+@pytest.mark.slow
 @pytest.mark.limit(240)
 def test_one_call_forks_onto_all_hosts_and_vms_are_reached_from_any(cluster: Cluster, parent: vmfork.VM) -> None:
     expected = parent.exec(READ, check=True).stdout

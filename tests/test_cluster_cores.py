@@ -69,6 +69,7 @@ def test_a_fork_fills_hosts_up_to_their_virtual_cpus(cluster: Cluster, parent: v
     eventually(lambda: left(cluster) == {"h0": VCPUS - 1, "h1": VCPUS}, 20, "what has ended is left again")
 
 
+@pytest.mark.slow
 @pytest.mark.limit(240)
 def test_a_packed_ticket_stays_where_it_fits_and_the_rest_goes_on(cluster: Cluster, parent: vmfork.VM) -> None:
     eventually(lambda: left(cluster) == {"h0": VCPUS - 1, "h1": VCPUS}, 20, "nothing else runs")

@@ -72,6 +72,7 @@ def test_disks_go_with_clones_onto_other_hosts(cluster: Cluster, parent: vmfork.
         deep.remove(force=True)
 
 
+@pytest.mark.slow
 @pytest.mark.limit(400)
 def test_a_page_of_a_disk_crosses_to_a_host_once_and_only_if_it_is_read(cluster: Cluster, parent: vmfork.VM) -> None:
     first = parent.fork(2, hosts=["h1"]).raise_for_errors()
@@ -115,6 +116,7 @@ def test_siblings_share_what_came_and_each_has_its_own(cluster: Cluster, parent:
         _cold(there, CHECK)
 
 
+@pytest.mark.slow
 def test_a_root_on_a_disk_is_forked_onto_another_host(cluster: Cluster) -> None:
     cli = Cli(cluster.daemons[0])
     cli("run", cluster.image, "--name", "build", "--memory", "192M", "--root", "overlay")

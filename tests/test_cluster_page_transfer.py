@@ -64,6 +64,7 @@ def test_hosts_give_each_other_what_they_have(cluster: Cluster, parent: vmfork.V
     assert sent.bytes() < 2 * came, f"the parent's host sent {sent.bytes() >> 20} MiB of the {came >> 20} MiB that each of three needed"
 
 
+@pytest.mark.slow
 @pytest.mark.limit(240)
 def test_when_the_parents_host_dies_pages_come_from_who_has_them_and_who_needs_others_is_stopped(cluster: Cluster, parent: vmfork.VM) -> None:
     h1, h2 = cluster.clients[1:3]

@@ -55,6 +55,7 @@ def parent(cluster: Cluster) -> vmfork.VM:
     return vm
 
 
+@pytest.mark.slow
 @pytest.mark.limit(240)
 def test_a_guests_ticket_is_a_job_and_ends_with_it(cluster: Cluster, slurm: Slurm, parent: vmfork.VM) -> None:
     parent.exec("python3 /run/away.py lost > /run/said 2>&1 < /dev/null &", check=True)

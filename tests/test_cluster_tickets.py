@@ -44,6 +44,7 @@ def clones(cluster: Cluster) -> dict[str, str | None]:
     return {vm.name: vm.inspect().host for vm in cluster.clients[0].vms() if vm.name.startswith("web.")}
 
 
+@pytest.mark.slow
 @pytest.mark.limit(240)
 def test_clones_on_all_hosts_answer_and_end_as_if_they_were_here(three_hosts: Cluster) -> None:
     cluster = three_hosts
@@ -85,6 +86,7 @@ def test_when_a_host_dies_its_clones_have_failed_and_the_others_answers_are_whol
             assert "h1" in errors[str(vmid)] and "second" not in answers.get(str(vmid), []), (seen, ends)
 
 
+@pytest.mark.slow
 @pytest.mark.limit(240)
 def test_a_short_cut_loses_nothing(three_hosts: Cluster) -> None:
     cluster = three_hosts

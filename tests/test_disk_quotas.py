@@ -83,6 +83,7 @@ def test_a_hosts_quota_stalls_a_vm_until_another_has_gone(
         daemon.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.limit(300)
 def test_a_users_quota_is_of_its_vms_and_their_clones(
     make_daemon: Callable[..., Daemon], image: str

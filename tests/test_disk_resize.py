@@ -123,6 +123,7 @@ def test_a_disk_does_not_shrink_and_needs_a_vm_that_runs(
         client.resize_disk("1f", 128 * MIB)
 
 
+@pytest.mark.slow
 @pytest.mark.limit(300)
 def test_a_volume_grows_with_and_without_a_vm(
     make_daemon: Callable[..., Daemon], image: str

@@ -194,6 +194,7 @@ def test_disks_are_pushed_and_pulled(own: Daemon, image: str, tmp_path: Path) ->
         _check(member)
 
 
+@pytest.mark.slow
 def test_a_disk_of_a_snapshot_is_another_vms_first_content(
     client: vmfork.Client, image: str, cli: Cli
 ) -> None:

@@ -109,13 +109,14 @@ def test_a_clone_has_its_parents_files_and_writes_its_own(vm: vmfork.VM) -> None
 
 
 @pytest.mark.limit(240)
-def test_disks_and_memory_are_of_one_instant(vm: vmfork.VM) -> None:
+@pytest.mark.parametrize("depth", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_disks_and_memory_are_of_one_instant(vm: vmfork.VM, depth: int) -> None:
     """A program that writes all the time finds on its clone's disk what its clone's memory says."""
     vm.write_file("/run/writer.py", WRITER.encode())
     vm.exec("nohup python3 /run/writer.py /dev/vdc >/run/writer.log 2>&1 &", check=True)
     eventually(lambda: _number(vm) > 20, 30, "it writes")
     family = [vm]
-    for _ in range(3):
+    for _ in range(depth):
         # A clone of a clone, in the middle of its writes.
         parent = family[-1]
         before = _number(parent)
@@ -160,6 +161,7 @@ def test_a_file_system_of_a_clone_is_whole(vm: vmfork.VM) -> None:
         clone.exec("mount /dev/vdb /mnt/data && diff -r /usr/lib/python3*/email /mnt/data/email", check=True)
 
 
+@pytest.mark.slow
 def test_a_file_of_the_host_is_the_base_of_a_disk_and_stays_as_it_is(
     client: vmfork.Client, image: str, tmp_path: Path
 ) -> None:
@@ -235,6 +237,7 @@ def test_a_full_host_stalls_a_vm_that_goes_on_with_all_its_bytes(
         subprocess.run(["umount", "--lazy", folder], timeout=30, check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["killed", pytest.param("told to end", marks=pytest.mark.soak)])
 def test_what_was_written_is_there_after_the_daemon(
     make_daemon: Callable[..., Daemon], image: str, tmp_path: Path, ending: str
@@ -317,6 +320,7 @@ def test_what_is_no_disk_is_refused(cli: Cli, tmp_path: Path, image: str) -> Non
     assert not [line for line in cli.text("ps", "--all").splitlines() if "never" in line]
 
 
+@pytest.mark.slow
 def test_disks_end_with_their_last_vm(daemon: Daemon, client: vmfork.Client, image: str) -> None:
     held, sockets = _held(daemon), len(list((daemon.state / "sockets").iterdir()))
     vm = client.run(image, name="brief", disks=[vmfork.NewDisk.blank("data", 64 * MIB)])

@@ -57,6 +57,7 @@ def test_qemu_killed_before_its_drain_loses_nothing_of_its_clones(world: World) 
     assert whole(clones[0].fork(1).raise_for_errors()[0])
 
 
+@pytest.mark.slow
 @pytest.mark.limit(300)
 def test_qemu_killed_after_its_drain_loses_nothing_of_its_clones(world: World) -> None:
     world.load()
@@ -113,6 +114,7 @@ def test_a_keeper_killed_loses_nothing_while_its_qemu_lives(world: World) -> Non
     assert whole(clones[0].fork(1).raise_for_errors()[0])
 
 
+@pytest.mark.slow
 @pytest.mark.limit(300)
 def test_pages_that_are_lost_stop_their_clones_and_say_so(world: World) -> None:
     """QEMU and keeper killed before the drain: no clone hangs, and none reads wrong bytes."""
@@ -215,6 +217,7 @@ def test_faults_are_not_made_for_everybody(make_daemon: MakeDaemon, image: str) 
 # -- the agent -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.limit(300)
 def test_an_agent_that_dies_hangs_no_client(world: World, image: str) -> None:
     """An agent beside another init, as under systemd, is killed in its guest."""

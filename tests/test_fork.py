@@ -123,6 +123,7 @@ def test_siblings_and_cousins(vm: vmfork.VM) -> None:
     assert codes == [0] * 13
 
 
+@pytest.mark.slow
 @pytest.mark.limit(400)
 @pytest.mark.parametrize("forks", [6, pytest.param(20, marks=pytest.mark.soak)])
 def test_a_parent_forked_again_and_again_while_older_clones_live(vm: vmfork.VM, forks: int) -> None:
@@ -184,6 +185,7 @@ def test_sixteen_at_once(vm: vmfork.VM) -> None:
         assert list(pool.map(lambda clone: clone.exec("echo here").stdout_text, clones)) == ["here\n"] * 16
 
 
+@pytest.mark.slow
 def test_two_vcpus(client: vmfork.Client, image: str) -> None:
     with guests.warm(client, image, memory_mib=256, cpus=2) as vm:
         busy = "(while :; do :; done) >/dev/null 2>&1 & (while :; do :; done) >/dev/null 2>&1 &"

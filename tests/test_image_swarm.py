@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -58,7 +59,9 @@ def _stored(daemon: Daemon) -> list[str]:
 
 
 def _chunks(daemon: Daemon) -> dict[str, Path]:
-    return {path.name: path for path in (daemon.state / "snapshots" / "chunks").glob("*/*")}
+    # Not by `glob`, which fails where a folder goes meanwhile.
+    found = os.walk(daemon.state / "snapshots" / "chunks")
+    return {name: Path(folder, name) for folder, _, names in found for name in names}
 
 
 def _moved(daemon: Daemon) -> dict[str, float]:

@@ -202,6 +202,7 @@ def test_files_survive_the_way_there_and_back(vm: vmfork.VM, size: int) -> None:
     assert vm.exec("stat -c '%a %s' /tmp/f").stdout_text == f"750 {size}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.limit(300)
 def test_a_file_of_200_mib_goes_both_ways(
     client: vmfork.Client, image: str, tmp_path: Path

@@ -44,6 +44,7 @@ def own(make_daemon: Callable[..., Daemon], image: str) -> Daemon:
     return daemon.start()
 
 
+@pytest.mark.slow
 @pytest.mark.limit(400)
 def test_a_root_in_persistent_memory_is_the_images_and_needs_no_page_cache(
     client: vmfork.Client, daemon: Daemon, image: str, cli: Cli

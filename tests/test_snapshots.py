@@ -384,6 +384,7 @@ def test_a_hydrated_vm_needs_the_store_no_more(own: Daemon) -> None:
         assert digest(clone) == DIGEST
 
 
+@pytest.mark.slow
 @pytest.mark.limit(300)
 def test_snapshots_travel(own: Daemon, make_daemon: MakeDaemon, image: str, tmp_path: Path) -> None:
     """By a stream, and by way of another store; deltas with what they are deltas of."""

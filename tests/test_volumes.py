@@ -157,6 +157,7 @@ def test_a_read_only_volume_is_shared_by_many_vms_and_their_clones(
     assert client.volumes.get(volume).vms == ()
 
 
+@pytest.mark.slow
 @pytest.mark.limit(300)
 def test_what_was_durable_is_there_after_the_daemon_was_killed(
     make_daemon: Callable[..., Daemon], image: str
