@@ -160,6 +160,7 @@ for at in range(0, 20 << 20, 64 << 10):
 '"""
 
 
+@pytest.mark.slow
 @pytest.mark.limit(240)
 def test_who_reads_most_of_a_part_of_memory_gets_the_rest_of_it_without_waiting(cluster: Cluster, counted: vmfork.VM) -> None:
     parent = counted
@@ -232,6 +233,7 @@ def test_hosts_that_bring_the_same_image_take_it_from_each_other(cluster: Cluste
         assert clone.exec("sha256sum /dev/shm/more", check=True).stdout == expected
 
 
+@pytest.mark.slow
 @pytest.mark.limit(240)
 def test_a_clone_that_is_forked_back_brings_what_it_changed(cluster: Cluster, parent: vmfork.VM) -> None:
     expected = parent.exec(READ, check=True).stdout
@@ -322,6 +324,7 @@ def test_all_or_nothing_leaves_nothing_on_any_host(cluster: Cluster, parent: vmf
     assert {clone.name for clone in fork} == {"one", "two", "three"}
 
 
+@pytest.mark.slow
 @pytest.mark.limit(240)
 @pytest.mark.parametrize("hosts", ["h1", "h0,h1"])
 def test_ctrl_c_of_a_fork_leaves_all_of_it_or_nothing_anywhere(cluster: Cluster, parent: vmfork.VM, hosts: str) -> None:
@@ -369,6 +372,7 @@ def test_ctrl_c_of_a_fork_leaves_all_of_it_or_nothing_anywhere(cluster: Cluster,
         assert clone.exec("cat /run/secret", check=True).stdout == b"kept\n"
 
 
+@pytest.mark.slow
 @pytest.mark.limit(120)
 def test_a_clone_waits_for_a_network_that_is_mended(cluster: Cluster, borrower: Borrower) -> None:
     with ThreadPoolExecutor(1) as pool:

@@ -128,6 +128,7 @@ def test_a_root_on_a_disk_is_forked_onto_another_host(cluster: Cluster) -> None:
     assert vm.exec("test -e /srv/mine").exit_code == 1
 
 
+@pytest.mark.slow
 @pytest.mark.limit(300)
 def test_a_clone_is_stalled_while_no_host_has_its_disks_page(cluster: Cluster, tmp_path: Path) -> None:
     base = tmp_path / "base.img"

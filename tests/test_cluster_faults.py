@@ -77,6 +77,7 @@ def test_hosts_join_with_a_token_once_drain_and_leave(cluster: Cluster, parent: 
     cluster.settle()
 
 
+@pytest.mark.slow
 @pytest.mark.limit(180)
 def test_a_host_whose_daemon_is_started_again_is_a_member_again(cluster: Cluster, parent: vmfork.VM) -> None:
     parent.fork(2, names=["lost", "stays"], place="spread").raise_for_errors()
@@ -94,6 +95,7 @@ def test_a_host_whose_daemon_is_started_again_is_a_member_again(cluster: Cluster
             assert cluster.clients[1].vm(clone.name).exec("cat /run/secret", check=True).stdout == b"kept\n"
 
 
+@pytest.mark.slow
 @pytest.mark.limit(240)
 def test_a_clone_that_has_all_pages_outlives_the_parents_host(cluster: Cluster, parent: vmfork.VM) -> None:
     expected = parent.exec(READ, check=True).stdout

@@ -132,6 +132,7 @@ def test_a_host_whose_disk_is_full_gets_no_clones(cluster: Cluster, parent: vmfo
         clone.exec("true", check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.limit(300)
 def test_a_ticket_promises_places_only_where_the_image_is(cluster: Cluster, parent: vmfork.VM, image: str) -> None:
     there = cluster.daemons[1]

@@ -61,6 +61,7 @@ def test_what_two_hosts_bring_is_sent_about_once(cluster: Cluster, parent: vmfor
     read_at_once(fork, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.limit(240)
 def test_what_vms_of_two_hosts_read_at_once_is_sent_about_once(cluster: Cluster, parent: vmfork.VM) -> None:
@@ -160,6 +161,7 @@ def _bring_with_loss(cluster: Cluster, parent: vmfork.VM) -> float:
     return lost
 
 
+@pytest.mark.slow
 @pytest.mark.limit(240)
 def test_a_host_that_no_multicast_reaches_gets_all_pages_all_the_same(cluster: Cluster, parent: vmfork.VM) -> None:
     expected = parent.exec(READ, check=True).stdout

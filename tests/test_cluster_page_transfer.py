@@ -56,6 +56,7 @@ def test_to_one_host_pages_are_sent_alone(cluster: Cluster, parent: vmfork.VM) -
     assert sent.pages_to_one() > 0.9 * came / 4096
 
 
+@pytest.mark.slow
 @pytest.mark.limit(240)
 def test_hosts_give_each_other_what_they_have(cluster: Cluster, parent: vmfork.VM) -> None:
     sent = Sent(cluster)

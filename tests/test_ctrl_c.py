@@ -94,6 +94,7 @@ def test_a_program_that_ignores_it_is_left_alone_until_its_client_goes(world: Wo
     eventually(lambda: world.vm.exec(gone).exit_code == 0, 20, "the program is gone")
 
 
+@pytest.mark.slow
 @pytest.mark.limit(400)
 def test_of_fork_leaves_whole_clones_or_none(world: World) -> None:
     world.load(30)

@@ -33,6 +33,7 @@ def qcow2(tmp_path: Path) -> Path:
     return made
 
 
+@pytest.mark.slow
 def test_disks_and_volumes_begin_with_what_a_qcow2_file_holds(
     client: vmfork.Client, daemon: Daemon, image: str, cli: Cli, qcow2: Path
 ) -> None:
@@ -81,6 +82,7 @@ def test_a_qcow2_file_that_leads_elsewhere_is_refused(
     assert not list((daemon.state / "disks" / "qcow2").iterdir())
 
 
+@pytest.mark.slow
 def test_a_guest_image_is_imported_from_a_qcow2_file(
     make_daemon: Callable[..., Daemon], image: str, tmp_path: Path
 ) -> None:

@@ -94,6 +94,7 @@ def test_vms_of_disks_alone_boot_with_what_the_guest_wrote(
     client.snapshots.remove("newer")
 
 
+@pytest.mark.slow
 def test_the_disks_of_a_paused_vm_are_as_a_power_cut_leaves_them(
     client: vmfork.Client, image: str, tmp_path: Path, cli: Cli
 ) -> None:
@@ -114,6 +115,7 @@ def test_the_disks_of_a_paused_vm_are_as_a_power_cut_leaves_them(
     client.snapshots.remove("cut")
 
 
+@pytest.mark.slow
 def test_what_can_not_be_stored_or_booted_is_refused(
     client: vmfork.Client, image: str, cli: Cli, vm: vmfork.VM
 ) -> None:

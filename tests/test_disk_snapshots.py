@@ -134,6 +134,7 @@ def test_vms_of_a_snapshot_have_the_disks_of_its_instant(own: Daemon, image: str
         assert _cold(member, "sha256sum --check --quiet /run/sums 2>/dev/null | grep -v file7; true") == ""
 
 
+@pytest.mark.slow
 def test_a_damaged_disk_stalls_its_vm_until_it_is_mended(own: Daemon, image: str, tmp_path: Path) -> None:
     # What the guest has not read is in no page of its memory.
     base = tmp_path / "base.img"

@@ -133,6 +133,7 @@ def test_disks_and_memory_are_of_one_instant(vm: vmfork.VM, depth: int) -> None:
         clone.remove(force=True)
 
 
+@pytest.mark.slow
 def test_clones_of_clones_have_all_that_was_written_before(vm: vmfork.VM) -> None:
     line = [vm]
     for depth in range(8):

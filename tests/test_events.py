@@ -192,6 +192,7 @@ def follower(cli: Cli, *args: str) -> Iterator[Callable[[], list[dict[str, objec
             process.stdout.close()
 
 
+@pytest.mark.slow
 @pytest.mark.limit(180)
 def test_hosts_join_fall_silent_are_gone_and_return(image: str) -> None:
     with hosts(2) as net, contextlib.ExitStack() as stack:

@@ -70,6 +70,7 @@ def test_qemu_killed_after_its_drain_loses_nothing_of_its_clones(world: World) -
     assert whole(clones[1].fork(1).raise_for_errors()[0])
 
 
+@pytest.mark.slow
 @pytest.mark.limit(300)
 def test_a_clones_qemu_killed_is_its_own_affair(world: World) -> None:
     world.load(60)
@@ -164,6 +165,7 @@ def test_a_qemu_that_stands_still_is_not_waited_for_for_ever(world: World) -> No
 # -- the page engine -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.limit(300)
 def test_an_engine_that_panics_takes_its_views_along_and_no_others(world: World) -> None:
     """Its views can't be served any more: they end with the reason. Other families go on."""
@@ -191,6 +193,7 @@ def test_an_engine_that_panics_takes_its_views_along_and_no_others(world: World)
     assert all(clone.exec("echo well").stdout_text == "well\n" for clone in again)
 
 
+@pytest.mark.slow
 @pytest.mark.limit(300)
 def test_views_of_the_snapshots_below_survive_an_engine_above_them(world: World) -> None:
     """An engine serves the views of one image. Those of the images made from it have their own."""
@@ -260,6 +263,7 @@ def test_an_agent_that_dies_hangs_no_client(world: World, image: str) -> None:
     assert vm.inspect().state is vmfork.VmState.EXITED
 
 
+@pytest.mark.slow
 @pytest.mark.limit(300)
 def test_a_clone_that_cannot_confirm_is_killed_and_reported(world: World) -> None:
     """Where its machine id should go, there is a folder: a clone can't become somebody else."""

@@ -123,6 +123,7 @@ def test_a_second_daemon_on_the_same_state_is_refused(world: World, make_daemon:
     assert world.vm.exec("echo well").stdout_text == "well\n"
 
 
+@pytest.mark.slow
 @pytest.mark.limit(200)
 def test_a_waiting_qemu_that_is_killed_is_not_handed_out(make_daemon: MakeDaemon, image: str) -> None:
     """The pool notices, or the clone takes another: a fork never fails by it.

@@ -66,6 +66,7 @@ def test_no_userfaultfd(make_daemon: MakeDaemon, image: str, how: str) -> None:
         assert [process for process in daemon.processes() if process.is_qemu] == []
 
 
+@pytest.mark.slow
 @pytest.mark.limit(120)
 def test_no_qemu(make_daemon: MakeDaemon, image: str) -> None:
     daemon = make_daemon()
@@ -261,6 +262,7 @@ def test_guests_make_their_family_no_larger_than_they_may(make_daemon: MakeDaemo
         vm.fork(3, all_or_nothing=True).raise_for_errors()
 
 
+@pytest.mark.slow
 @pytest.mark.limit(180)
 def test_a_full_disk_is_a_clear_error(make_daemon: MakeDaemon, image: str) -> None:
     """The state folder's disk fills up while the daemon runs: VMs go on, new ones are refused."""

@@ -91,6 +91,7 @@ def test_counts_that_cannot_be(vm: vmfork.VM, count: int) -> None:
         vm.fork(count)
 
 
+@pytest.mark.slow
 def test_clones_of_clones_four_deep(vm: vmfork.VM, client: vmfork.Client) -> None:
     line = [vm]
     for depth in range(1, 5):
@@ -112,6 +113,7 @@ def test_clones_of_clones_four_deep(vm: vmfork.VM, client: vmfork.Client) -> Non
     assert line[4].exec("cat $(which sh) | wc -c").exit_code == 0
 
 
+@pytest.mark.slow
 def test_siblings_and_cousins(vm: vmfork.VM) -> None:
     vm.exec("head -c 20000000 /dev/urandom > /dev/shm/data; sha256sum /dev/shm/data > /run/sum", check=True)
     families = [vm.fork(2).raise_for_errors(), vm.fork(2).raise_for_errors()]
@@ -148,6 +150,7 @@ def test_a_parent_forked_again_and_again_while_older_clones_live(vm: vmfork.VM, 
         assert clone.exec("sha256sum < /dev/shm/data").stdout_text == digest
 
 
+@pytest.mark.slow
 def test_memory_of_dead_relatives_is_given_back(vm: vmfork.VM, client: vmfork.Client) -> None:
     vm.exec("head -c 100000000 /dev/urandom > /dev/shm/data", check=True)
     clones = [vm.fork(1).raise_for_errors()[0] for _ in range(4)]
@@ -163,6 +166,7 @@ def test_memory_of_dead_relatives_is_given_back(vm: vmfork.VM, client: vmfork.Cl
     eventually(lambda: client.host().cache_bytes < held - 90_000_000, 20, "their caches are given back")
 
 
+@pytest.mark.slow
 def test_clones_outlive_their_parent(vm: vmfork.VM) -> None:
     vm.exec("head -c 50000000 /dev/urandom > /dev/shm/data; sha256sum /dev/shm/data > /run/sum", check=True)
     clones = vm.fork(2).raise_for_errors()

@@ -50,7 +50,7 @@ def prepare(vm: vmfork.VM, language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("language", ["c", "python"])
+@pytest.mark.parametrize("language", ["c", pytest.param("python", marks=pytest.mark.slow)])
 def test_the_calls_mean_what_is_documented(run: Callable[[str, str], str], language: str, mode: str) -> None:
     assert run(language, mode) == ""
 
@@ -72,6 +72,7 @@ def test_hierarchical_puts_a_worker_on_each_vcpu(client: vmfork.Client, image: s
         assert vm.exec("cat /etc/machine-id").stdout_text.strip() not in by_vm
 
 
+@pytest.mark.slow
 def test_a_clone_killed_from_outside_is_told_to_who_joins(client: vmfork.Client, vm: vmfork.VM) -> None:
     argv = prepare(vm, "python")
     before = {other.name for other in client.vms()}
@@ -122,6 +123,7 @@ def _examples(folder: str, suffix: str) -> list[Path]:
     return sorted((EXAMPLES / folder).glob(f"*{suffix}")) if (EXAMPLES / folder).is_dir() else []
 
 
+@pytest.mark.slow
 @pytest.mark.limit(300)
 @pytest.mark.parametrize("source", _examples("python", ".py"), ids=lambda path: path.stem)
 def test_python_examples_run(source: Path, client: vmfork.Client, vm: vmfork.VM) -> None:

@@ -41,6 +41,7 @@ def test_a_clone_that_fills_1_gib_afresh_fetches_at_most_4_percent(client: vmfor
             assert fetched_while_filling(clone, 1024) <= FETCHED_BYTES_MAX
 
 
+@pytest.mark.slow
 @pytest.mark.limit(400)
 @pytest.mark.parametrize(("memory_mib", "mib"), [(512, 256), pytest.param(1536, 1024, marks=pytest.mark.soak)])
 def test_what_was_used_and_reported_free_is_zero_in_snapshots(
@@ -57,6 +58,7 @@ def test_what_was_used_and_reported_free_is_zero_in_snapshots(
             assert fetched_while_filling(clone, mib) <= FETCHED_BYTES_MAX
 
 
+@pytest.mark.slow
 @pytest.mark.limit(300)
 def test_an_idle_clone_fetches_and_holds_little(client: vmfork.Client, image: str) -> None:
     with guests.warm(client, image, name="idle", memory_mib=512) as vm, vm.fork(2) as clones:

@@ -55,6 +55,7 @@ def test_random_numbers_that_a_program_draws_all_the_time_differ(vm: vmfork.VM) 
                 assert not one & other, "two VMs drew the same random numbers"
 
 
+@pytest.mark.slow
 def test_vmid_and_identity_are_right(vm: vmfork.VM) -> None:
     assert vm.exec("cat /run/vmfork/vmid").stdout_text.strip() == str(vm.vmid)
     with vm.fork(3) as clones:
@@ -99,6 +100,7 @@ def test_the_monotonic_clock_never_goes_back(vm: vmfork.VM) -> None:
     assert after >= before
 
 
+@pytest.mark.slow
 def test_identity_is_there_before_user_code_goes_on(
     vm: vmfork.VM, need: Callable[[object, str], None]
 ) -> None:

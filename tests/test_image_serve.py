@@ -135,6 +135,7 @@ def test_another_vmm_boots_from_the_file_that_is_shown(
     cli("image", "rm", "sector")
 
 
+@pytest.mark.slow
 @pytest.mark.limit(240)
 def test_what_is_written_is_read_and_is_gone_at_the_end(
     cli: Cli, image: str, root: Path, folder: Path, tmp_path: Path

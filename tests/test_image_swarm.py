@@ -106,6 +106,7 @@ def test_hosts_that_pull_at_once_get_most_of_it_from_each_other(seeded: Cluster,
         assert host["given"] > 0.1 * wanted and host["relayed"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.limit(300)
 def test_an_image_outlives_the_host_that_seeded_it_and_damage_on_another_does_no_harm(
     seeded: Cluster, image: str
@@ -147,6 +148,7 @@ def _id(daemon: Daemon) -> str:
     return str(json.loads(path.read_text())["id"])
 
 
+@pytest.mark.slow
 @pytest.mark.limit(200)
 def test_a_pull_goes_on_without_a_host_that_dies_and_after_a_restart(seeded: Cluster, image: str) -> None:
     first, second, _ = seeded.clients[1:]

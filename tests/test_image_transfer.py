@@ -110,6 +110,7 @@ def _described_files(cli: Cli, image: str) -> object:
     return _described(cli.daemon, image)["files"]
 
 
+@pytest.mark.slow
 def test_a_root_on_a_disk_streams_and_damage_is_noticed(
     other: Daemon, image: str, pushed: Path, tmp_path: Path
 ) -> None:
@@ -136,6 +137,7 @@ def test_a_root_on_a_disk_streams_and_damage_is_noticed(
     other.stop()
 
 
+@pytest.mark.slow
 def test_what_is_no_image_and_what_has_its_name_is_told(
     client: vmfork.Client, image: str, pushed: Path, cli: Cli, tmp_path: Path
 ) -> None:

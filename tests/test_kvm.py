@@ -48,6 +48,7 @@ def _have_kvm() -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.limit(240)
 @pytest.mark.parametrize("accel", ["kvm", "tcg"])
 def test_a_counting_guest_is_forked(

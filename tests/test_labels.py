@@ -72,6 +72,7 @@ def test_lists_show_what_matches_all_filters(client: vmfork.Client, web: vmfork.
     assert cli.json("tree", "--label", "tier=3")["families"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.limit(240)
 def test_snapshots_keep_labels_over_a_restart_and_their_vms_inherit(make_daemon: MakeDaemon, image: str) -> None:
     daemon = make_daemon()
@@ -97,6 +98,7 @@ def test_snapshots_keep_labels_over_a_restart_and_their_vms_inherit(make_daemon:
         assert labels_of(client, "own") == {**kept, "tier": "3"}
 
 
+@pytest.mark.slow
 def test_what_a_guest_forks_inherits(client: vmfork.Client, web: vmfork.VM) -> None:
     web.copy_in(PROGRAM, "/run/away.py")
     web.exec("COUNT=2 python3 /run/away.py lost > /run/said 2>&1 < /dev/null &", check=True)

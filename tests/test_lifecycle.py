@@ -38,6 +38,7 @@ def test_run_to_rm_by_the_command_line(cli: Cli, image: str, client: vmfork.Clie
         client.vm("life")
 
 
+@pytest.mark.slow
 def test_a_default_name_is_made_and_names_are_taken_once(client: vmfork.Client, image: str) -> None:
     with client.run(image, memory_mib=128) as vm:
         assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", vm.name)
@@ -155,6 +156,7 @@ def test_output_beyond_its_bound_is_cut_and_told(vm: vmfork.VM) -> None:
     assert len(result.stdout) == 16 << 20
 
 
+@pytest.mark.slow
 def test_many_execs_at_once(client: vmfork.Client, vm: vmfork.VM) -> None:
     from concurrent.futures import ThreadPoolExecutor
 

@@ -89,6 +89,7 @@ def test_clones_and_their_clones_read_the_parents_instant(
     family.verify_all()
 
 
+@pytest.mark.slow
 @pytest.mark.limit(600)
 @pytest.mark.parametrize(("mib", "forks"), [(32, 4), pytest.param(96, 8, marks=pytest.mark.soak)])
 def test_a_line_of_forks_under_full_write_load(start: Callable[..., vmfork.VM], seed: int, mib: int, forks: int) -> None:
@@ -162,6 +163,7 @@ def held_mib() -> float:
         return client.host().cache_bytes / (1 << 20)
 
 
+@pytest.mark.slow
 @pytest.mark.limit(600)
 @pytest.mark.parametrize(("turns", "region_mib", "given_mb"), [(1, 24, 50), pytest.param(3, 64, 150, marks=pytest.mark.soak)])
 def test_memory_that_the_guest_gave_back_and_took_again(
@@ -184,6 +186,7 @@ def test_memory_that_the_guest_gave_back_and_took_again(
         family.verify_all()
 
 
+@pytest.mark.slow
 @pytest.mark.limit(300)
 def test_the_checker_would_see_a_wrong_byte_in_a_clone(start: Callable[..., vmfork.VM], seed: int) -> None:
     """Prove the detector: one flipped bit in one clone fails there, and only there."""

@@ -162,6 +162,7 @@ def test_a_vm_that_booted_is_forked_while_paused(client: vmfork.Client, image: s
     assert _sum(vm) == digest
 
 
+@pytest.mark.slow
 def test_a_paused_vm_is_forked_again_where_each_device_state_is_a_migration(
     client: vmfork.Client, image: str
 ) -> None:
@@ -194,6 +195,7 @@ def test_a_paused_vm_is_stored_and_started_again(
     assert _sum(counting) == digest
 
 
+@pytest.mark.slow
 def test_what_a_stored_vm_touches_is_recorded_after_its_pause(
     vm: vmfork.VM, client: vmfork.Client, snapshot: str
 ) -> None:

@@ -111,6 +111,7 @@ def test_clones_and_snapshots_read_the_same_persistent_memory(own: Daemon, image
         vm.remove(force=True)
 
 
+@pytest.mark.slow
 def test_what_cant_be_persistent_memory_is_read_from_a_block_device(
     make_daemon: Callable[..., Daemon], image: str
 ) -> None:

@@ -69,6 +69,7 @@ def test_a_root_on_a_disk_is_written_itself_and_is_forked(
         assert vm.exec("ls /srv", check=True).stdout_text == ""
 
 
+@pytest.mark.slow
 def test_an_imported_image_has_its_root_on_a_disk(
     make_daemon: Callable[..., Daemon], image: str
 ) -> None:

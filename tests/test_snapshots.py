@@ -126,8 +126,9 @@ FULL: list[dict[str, Any]] = [{}, {"compression": "none"}, {"keep_zero_pages": T
 @pytest.mark.limit(900)
 @pytest.mark.parametrize(
     ("cpus", "full"),
-    [(2, 1), pytest.param(2, 3, marks=pytest.mark.slow), pytest.param(1, 3, marks=pytest.mark.soak)],
+    [(2, 1), (2, 3), pytest.param(1, 3, marks=pytest.mark.soak)],
 )
+@pytest.mark.slow
 def test_memory_is_that_of_the_instant(
     make_daemon: MakeDaemon, image: str, seed: int, cpus: int, full: int
 ) -> None:
@@ -288,6 +289,7 @@ def test_what_is_not_a_snapshot_is_told_apart(own: Daemon) -> None:
         assert "late" not in {one.name for one in client.snapshots.list()}
 
 
+@pytest.mark.slow
 def test_a_daemon_that_dies_while_writing_leaves_nothing(own: Daemon) -> None:
     with own.client() as client:
         vm = web(client)
@@ -361,6 +363,7 @@ def test_what_a_vm_touches_is_loaded_before_the_next_asks(own: Daemon) -> None:
         assert client.snapshots.profile("warm").runs == 0
 
 
+@pytest.mark.slow
 def test_a_hydrated_vm_needs_the_store_no_more(own: Daemon) -> None:
     with own.client() as client:
         vm = web(client)

@@ -76,6 +76,7 @@ def test_clones_inherit_the_instant_and_a_bound_of_their_own_wins(vm: vmfork.VM,
     assert not _ended(long)
 
 
+@pytest.mark.slow
 def test_clones_end_by_the_bound_of_an_ancestor_that_has_ended(vm: vmfork.VM) -> None:
     vm.set_ttl(3600)
     clone, free = (vm.fork(1).raise_for_errors()[0] for _ in range(2))
@@ -121,6 +122,7 @@ def cluster(three_hosts: Cluster) -> Iterator[Cluster]:
     three_hosts.clear(keep=kept)
 
 
+@pytest.mark.slow
 @pytest.mark.limit(240)
 def test_clones_on_other_hosts_inherit_and_hear_of_changes(cluster: Cluster) -> None:
     web = cluster.warm(0, name="web", memory_mib=128)

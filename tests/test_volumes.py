@@ -76,7 +76,7 @@ def test_a_volume_goes_from_one_vm_to_the_next(
     assert 8 * MIB <= client.volumes.get(volume).data_bytes < 32 * MIB
 
 
-@pytest.mark.parametrize("how", ["poweroff", "qemu"])
+@pytest.mark.parametrize("how", [pytest.param("poweroff", marks=pytest.mark.slow), "qemu"])
 def test_a_volume_is_given_back_however_its_vm_ends(
     client: vmfork.Client, image: str, volume: str, how: str
 ) -> None:
@@ -213,6 +213,7 @@ def test_what_was_durable_is_there_after_the_daemon_was_killed(
         daemon.stop()
 
 
+@pytest.mark.slow
 def test_a_running_vm_gets_a_volume_and_gives_it_back(
     client: vmfork.Client, image: str, volume: str, cli: Cli
 ) -> None:
