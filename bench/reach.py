@@ -228,6 +228,14 @@ TABLE = [
     Reach("bytes sent, copied to each, over a fork by swarm", 20, False, "", _over_fork("copying_sent_MiB", "to each", "swarm")),
     Reach("bytes sent, copied to each, over a fork by multicast", 20, False, "", _over_fork("copying_sent_MiB", "to each", "multicast")),
     Reach("bytes sent, copied once, over a fork by multicast", 20, False, "", _over_fork("copying_sent_MiB", "once", "multicast")),
+    Reach(
+        "boot and work, image streamed at 1 Gbit/s with its profile, over a file",
+        1.05, True, "", _ratio(_p50("streamed_ms", image="streamed, with its profile", links="1gbit"), _p50("streamed_ms", image="a file", links="1gbit")),
+    ),
+    Reach(
+        "the same at 100 Mbit/s",
+        1.5, True, "", _ratio(_p50("streamed_ms", image="streamed, with its profile", links="100mbit"), _p50("streamed_ms", image="a file", links="100mbit")),
+    ),
     Reach("VMs that fork at once, over ready-made VMs, in 40 s", 5, True, "s", _storm),
     Reach(
         "page already touched by a sibling, over a local fault",

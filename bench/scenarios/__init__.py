@@ -24,6 +24,7 @@ from . import (
     stages,
     stored,
     storm,
+    streamed,
     swarm,
     work,
 )
@@ -50,5 +51,6 @@ ALL: dict[str, ModuleType] = {
     "copying": copying,
     "storm": storm,
     "swarm": swarm,
+    "streamed": streamed,
     "baseline": baseline,
 }

@@ -88,6 +88,27 @@ pub struct LostVm {
     pub created_unix_ms: u64,
 }
 
+/// What is known of how VMs use a guest image.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
+pub struct ImageProfile {
+    /// By name. A VM's label `workload` says which is its own; `default` is that of the others.
+    pub workloads: Vec<WorkloadProfile>,
+}
+
+/// What VMs of one workload read of an image.
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+pub struct WorkloadProfile {
+    pub workload: String,
+    /// How many runs it was learnt from.
+    pub runs: u32,
+    /// What at least half of the runs read, in whole clusters.
+    pub read_bytes: u64,
+    /// What any run read that is not forgotten.
+    pub read_bytes_any: u64,
+    /// When, on average, half of `read_bytes` was read, in ms after the start.
+    pub half_ms: f64,
+}
+
 /// A guest image in the store.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 pub struct Image {

@@ -89,7 +89,10 @@ pub use event::{
     Happening, HostGoneCause, VmEnd,
 };
 pub use fork::{CloneResult, ForkReply, ForkRequest, ForkStages, Place};
-pub use host::{Check, CheckStatus, DoctorReport, HostInfo, Image, LostVm, PoolInfo, Version};
+pub use host::{
+    Check, CheckStatus, DoctorReport, HostInfo, Image, ImageProfile, LostVm, PoolInfo, Version,
+    WorkloadProfile,
+};
 pub use labels::{LabelError, LabelFilter, Labels};
 pub use memory::{
     BytesBetweenHosts, BytesBySource, CacheInfo, FaultCounts, MemoryInfo, StoreFaults,

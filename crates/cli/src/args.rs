@@ -519,6 +519,12 @@ pub(crate) enum RawImage {
         #[arg(long)]
         stop: bool,
     },
+    /// Show or delete what is known of how VMs use an image
+    ///
+    /// A host that pulls the image fetches first what its VMs read first. The label `workload` of a
+    /// VM says which workload it runs.
+    #[command(subcommand)]
+    Profile(RawImageProfile),
     /// Copy an image from a store; VMs can boot before its root file system arrives
     Pull {
         image: String,
@@ -530,6 +536,14 @@ pub(crate) enum RawImage {
         #[arg(long)]
         wait: bool,
     },
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum RawImageProfile {
+    /// Show how much of it VMs of each workload read
+    Show { image: String },
+    /// Delete the record
+    Reset { image: String },
 }
 
 #[derive(Debug, Subcommand)]

@@ -12,10 +12,10 @@ use tokio::sync::mpsc;
 use vmfork_api::{
     AttachRequest, ClusterHostRequest, ClusterInfo, ClusterInitRequest, ClusterJoinRequest,
     ClusterToken, ClusterTokenRequest, DetachRequest, Disk, DoctorReport, ErrorBody, ExecRequest,
-    ForkReply, ForkRequest, HostDisk, HostInfo, Image, KillRequest, OnForkRequest, ProfileInfo,
-    RemovedSnapshots, ResizeRequest, RunRequest, Snapshot, SnapshotDetail, SnapshotRequest,
-    StartReply, StartRequest, TransferReply, TransferRequest, TreeNode, TtlReply, TtlRequest,
-    VerifyReply, Version, Vm, VmDetail, Volume, VolumeRequest,
+    ForkReply, ForkRequest, HostDisk, HostInfo, Image, ImageProfile, KillRequest, OnForkRequest,
+    ProfileInfo, RemovedSnapshots, ResizeRequest, RunRequest, Snapshot, SnapshotDetail,
+    SnapshotRequest, StartReply, StartRequest, TransferReply, TransferRequest, TreeNode, TtlReply,
+    TtlRequest, VerifyReply, Version, Vm, VmDetail, Volume, VolumeRequest,
 };
 
 mod events;
@@ -48,6 +48,10 @@ pub trait Control: SnapshotControl + DiskControl + VolumeControl {
     fn seed_image<'a>(&'a self, name: &'a str) -> Answer<'a, Image>;
     /// End that.
     fn unseed_image<'a>(&'a self, name: &'a str) -> Answer<'a, ()>;
+    /// What is known of how VMs use an image.
+    fn image_profile<'a>(&'a self, name: &'a str) -> Answer<'a, ImageProfile>;
+    /// Forget that.
+    fn reset_image_profile<'a>(&'a self, name: &'a str) -> Answer<'a, ()>;
     /// What an image's root holds, for one client, who speaks NBD on the socket. `writable`: what
     /// it writes lasts until it closes that. `user` as in [`Control::run`].
     fn serve_image<'a>(

@@ -20,6 +20,10 @@ const LOCK_WAIT_MAX: Duration = Duration::from_secs(30);
 const LOCK_TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 const TMP_PREFIX: &str = ".tmp-";
 pub(crate) const METADATA_FILE: &str = "image.json";
+/// What was learnt of how VMs use the image.
+const PROFILES_FILE: &str = "profiles";
+/// A larger file was not written here.
+const PROFILES_BYTES_MAX: u64 = 16 << 20;
 /// `image.json` has about a page; a larger file is not one.
 const METADATA_BYTES_MAX: u64 = 1 << 20;
 
@@ -246,8 +250,41 @@ impl Store {
         if there.files != image.files {
             return Ok(false);
         }
-        write_whole(&path, &Metadata { seeded, ..there })
+        text_of(&Metadata { seeded, ..there })
+            .and_then(|text| write_whole(&path, &text))
             .map_err(StoreError::io("write", &path))?;
+        Ok(true)
+    }
+
+    /// What was learnt of how VMs use image `name`, as it was put; empty if nothing was.
+    ///
+    /// # Errors
+    /// Its folder cannot be read, or the file is too large to be one of these.
+    pub fn profiles(&self, name: &str) -> Result<Vec<u8>, StoreError> {
+        let path = self.folder(name)?.join(PROFILES_FILE);
+        match fs::metadata(&path) {
+            Ok(found) if found.len() > PROFILES_BYTES_MAX => {
+                let why = format!("{PROFILES_FILE} has {} bytes", found.len());
+                Err(StoreError::Damaged { name: name.into(), why })
+            }
+            Ok(_) => fs::read(&path).map_err(StoreError::io("read", &path)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+            Err(error) => Err(StoreError::io("look at", &path)(error)),
+        }
+    }
+
+    /// Keep what was learnt of an image, in place of what there was. → whether the image is still
+    /// that one.
+    ///
+    /// # Errors
+    /// No such image, or its folder cannot be changed.
+    pub fn set_profiles(&self, image: &Metadata, profiles: &[u8]) -> Result<bool, StoreError> {
+        let path = self.folder(&image.name)?.join(PROFILES_FILE);
+        let _lock = self.shelf.lock()?;
+        if self.metadata(&image.name)?.files != image.files {
+            return Ok(false);
+        }
+        write_whole(&path, profiles).map_err(StoreError::io("write", &path))?;
         Ok(true)
     }
 
@@ -280,6 +317,15 @@ impl Store {
         metadata: &Metadata,
     ) -> Result<bool, StoreError> {
         self.describe(staging, metadata)?;
+        // What was learnt of it stays known.
+        let path = staging.path().join(PROFILES_FILE);
+        let learnt = self.profiles(&metadata.name).and_then(|learnt| match learnt.is_empty() {
+            true => Ok(()),
+            false => fs::write(&path, learnt).map_err(StoreError::io("write", &path)),
+        });
+        if let Err(error) = learnt {
+            tracing::warn!(image = metadata.name, %error, "what was learnt of it is forgotten");
+        }
         let there = || self.metadata(&metadata.name).ok();
         let is_same = || there().is_some_and(|there| there.files == metadata.files);
         self.shelf.commit_over(staging, &metadata.name, &is_same)
@@ -308,9 +354,9 @@ fn text_of(metadata: &Metadata) -> io::Result<Vec<u8>> {
 }
 
 /// Replace a file by another one, which outlasts a power cut once this returns.
-fn write_whole(path: &Path, metadata: &Metadata) -> io::Result<()> {
+fn write_whole(path: &Path, content: &[u8]) -> io::Result<()> {
     let (part, folder) = (path.with_extension("new"), path.parent().unwrap_or(path));
-    fs::write(&part, text_of(metadata)?)?;
+    fs::write(&part, content)?;
     fs::set_permissions(&part, fs::Permissions::from_mode(0o644))?;
     File::open(&part)?.sync_all()?;
     fs::rename(&part, path)?;

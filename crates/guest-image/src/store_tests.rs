@@ -171,3 +171,23 @@ fn where_other_hosts_pull_it_from_is_said_of_the_same_image_alone() {
     store.remove("web").unwrap();
     assert!(matches!(store.set_seeded(&first, None), Err(StoreError::NotFound { .. })));
 }
+
+#[test]
+fn profiles_belong_to_an_image_and_stay_when_its_root_becomes_a_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::new(dir.path());
+    put(&store, "web", b"one");
+    let web = store.metadata("web").unwrap();
+    assert_eq!(store.profiles("web").unwrap(), b"");
+    assert!(store.set_profiles(&web, b"learnt").unwrap());
+    let staging = store.stage("web").unwrap();
+    fs::write(staging.path().join(KERNEL_FILE), b"one").unwrap();
+    assert!(store.commit_over(&staging, &web).unwrap());
+    assert_eq!(store.profiles("web").unwrap(), b"learnt");
+    // Another build has taken its place.
+    put(&store, "web", b"two");
+    assert_eq!(store.profiles("web").unwrap(), b"");
+    assert!(!store.set_profiles(&web, b"late").unwrap());
+    store.remove("web").unwrap();
+    assert!(matches!(store.set_profiles(&web, b""), Err(StoreError::NotFound { .. })));
+}

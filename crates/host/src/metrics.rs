@@ -175,6 +175,15 @@ pub enum ImageChunk {
     Relayed,
 }
 
+/// Why a chunk came from the store that a snapshot or a guest image is pulled from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum PulledChunk {
+    /// Something read it.
+    Waited,
+    /// Nothing had read it yet.
+    Ahead,
+}
+
 /// How a VM came to its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum EndReason {
@@ -207,7 +216,7 @@ macro_rules! label_value {
     )*};
 }
 label_value!(Stage, FaultKind, Source, Sourced, Place, Side, Role, EndReason);
-label_value!(GroupPages, GroupEvent, StallReason, ImageChunk);
+label_value!(GroupPages, GroupEvent, StallReason, ImageChunk, PulledChunk);
 
 fn snake_case(variant: &impl Debug) -> String {
     let mut out = String::new();
@@ -269,6 +278,11 @@ struct EventLabel {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct ImageChunkLabel {
     what: ImageChunk,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct PulledChunkLabel {
+    why: PulledChunk,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -349,6 +363,7 @@ pub struct Metrics {
     unverified: Counter,
     sourced: Family<EventLabel, Counter>,
     image_chunks: Family<ImageChunkLabel, Counter>,
+    pulled_chunks: Family<PulledChunkLabel, Counter>,
     group_pages: Family<GroupPagesLabel, Counter>,
     group_events: Family<GroupEventLabel, Counter>,
     fetched: Family<SourceLabel, Counter>,
@@ -437,6 +452,7 @@ impl Metrics {
                 "What happened to reads of other hosts' pages besides that they came"
             ),
             image_chunks: metric!("image_chunks", "Chunks of guest images between hosts"),
+            pulled_chunks: metric!("pulled_chunks", "Chunks of what is pulled from another store"),
             group_pages: metric!("multicast_pages", "What became of pages by multicast"),
             group_events: metric!("multicast_events", "What else happened by multicast"),
             fetched: metric!("cache_filled", "Brought into caches, by where it was", Bytes),
@@ -555,6 +571,11 @@ impl Metrics {
     /// Adds the increase since the last call for `what`.
     pub fn add_image_chunks(&self, what: ImageChunk, count: u64) {
         self.image_chunks.get_or_create(&ImageChunkLabel { what }).inc_by(count);
+    }
+
+    /// `count` more chunks came from the stores that something is pulled from.
+    pub fn add_pulled_chunks(&self, why: PulledChunk, count: u64) {
+        self.pulled_chunks.get_or_create(&PulledChunkLabel { why }).inc_by(count);
     }
 
     /// Adds the increase since the last call for `what`.

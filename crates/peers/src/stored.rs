@@ -58,6 +58,9 @@ pub struct Told {
     pub id: SnapshotId,
     /// All of it is there.
     pub is_whole: bool,
+    /// How many runs its profiles there were learnt from.
+    #[serde(default)]
+    pub runs: u32,
 }
 
 /// What this host has of stored guest images. Calls block.

@@ -53,7 +53,7 @@ async fn tell(
     // One that is being pulled is not in the store from the first moment.
     let comes = || match wanted {
         Wanted::Id(id) if stored.pulls(id) => {
-            Some(Told { name: String::new(), id, is_whole: false })
+            Some(Told { name: String::new(), id, is_whole: false, runs: 0 })
         }
         _ => None,
     };

@@ -33,6 +33,7 @@
 #![deny(unsafe_code)]
 
 mod background;
+mod fetch_order;
 mod page_set;
 mod presence;
 mod profile;
@@ -45,8 +46,9 @@ pub use background::{
     Background, Drain, Listed, Priority, Proposal, SEGMENT_PAGES_MAX, Segments, SegmentsConfig,
     SegmentsError,
 };
+pub use fetch_order::{AheadLimit, FetchOrder};
 pub use presence::Presence;
-pub use profile::{Cluster, Profile, ProfileError, sequential};
+pub use profile::{Cluster, ImageProfiles, Profile, ProfileError, sequential};
 pub use rate::Rate;
 pub use recorder::{Recorder, RecorderConfig, Recording, RecordingEnd};
 pub use scheduler::{

@@ -15,13 +15,16 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::sync::{Arc, Weak};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::time::Instant;
 
 use vmfork_disk::{DiskImage, Lower, OwnPages};
 use vmfork_host::disks::{DiskContent, DiskSpec};
 use vmfork_host::error::chain;
 use vmfork_host::vm::{DriveSpec, MachineSpec};
 use vmfork_image::{ImageId, PageRange, PageSource, PageTable, Source};
+use vmfork_policy::{Recorder, RecorderConfig, Recording};
 use vmfork_store::{BaseRef, Extent, Role, SnapshotId, StoredImage, StoredPages};
 
 use crate::bases::Base;
@@ -116,6 +119,48 @@ pub(super) struct StoredDisk {
     table: PageTable,
     /// The disk itself first, then what it is a delta on.
     layers: Vec<Arc<StoredPages>>,
+    /// What is read of it, if that is recorded.
+    watch: OnceLock<Arc<Watch>>,
+}
+
+/// Records what is read of a disk, and when.
+#[derive(Debug)]
+pub(super) struct Watch {
+    began: Instant,
+    is_over: AtomicBool,
+    recorder: Mutex<Option<Recorder>>,
+}
+
+impl Watch {
+    fn new(table: PageTable) -> Self {
+        let recorder = Recorder::new(table, RecorderConfig::default());
+        let (is_over, recorder) = (AtomicBool::new(false), Mutex::new(Some(recorder)));
+        Self { began: Instant::now(), is_over, recorder }
+    }
+
+    /// These pages are read now. → whether the recording goes on.
+    pub(super) fn saw(&self, range: Option<PageRange>) -> bool {
+        if self.is_over.load(Ordering::Relaxed) {
+            return false;
+        }
+        let at = self.began.elapsed();
+        if let Some(range) = range {
+            let at_us = at.as_micros();
+            tracing::trace!(target: "vmfork_snapshots::reads", %range, at_us, "reads");
+        }
+        let mut recorder = self.recorder.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(recorder) = &mut *recorder else { return false };
+        recorder.observe(at, range);
+        self.is_over.store(recorder.end().is_some(), Ordering::Relaxed);
+        recorder.end().is_none()
+    }
+
+    /// What was recorded. Nothing is from now on.
+    pub(super) fn finish(&self) -> Recording {
+        self.is_over.store(true, Ordering::Relaxed);
+        let recorder = self.recorder.lock().unwrap_or_else(PoisonError::into_inner).take();
+        recorder.map(Recorder::finish).unwrap_or_default()
+    }
 }
 
 impl StoredDisk {
@@ -136,7 +181,8 @@ impl StoredDisk {
             table = table.derive(runs).map_err(SnapshotError::Table)?;
         }
         let chain = chain.iter().map(|image| image.stored().descriptor().id).collect();
-        Ok(Self { id, snapshot, role: top.role.clone(), chain, table, layers })
+        let (role, watch) = (top.role.clone(), OnceLock::new());
+        Ok(Self { id, snapshot, role, chain, table, layers, watch })
     }
 
     /// As layers that lie on it call it.
@@ -173,6 +219,16 @@ impl StoredDisk {
         self.chain.contains(&id)
     }
 
+    /// Record from now on what is read of it. `None`: that is done already.
+    pub(super) fn watch(&self) -> Option<Arc<Watch>> {
+        let watch = Arc::new(Watch::new(self.table.clone()));
+        self.watch.set(Arc::clone(&watch)).is_ok().then_some(watch)
+    }
+
+    pub(super) fn pages(&self) -> u64 {
+        self.table.pages()
+    }
+
     /// `None`: zeros.
     fn layer(&self, source: Source) -> Option<&StoredPages> {
         let number = usize::try_from(source.image()?.get()).ok()?;
@@ -192,6 +248,9 @@ impl OwnPages for StoredDisk {
     }
 
     fn read(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {
+        if let Some(watch) = self.watch.get() {
+            watch.saw(Some(range));
+        }
         let mut rest = bytes;
         for (run, source) in self.table.runs(range) {
             let len = usize::try_from(run.byte_len()).unwrap_or(usize::MAX);

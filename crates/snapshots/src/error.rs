@@ -12,7 +12,7 @@ use vmfork_guest_image::{ArrivalError, Remedy as _, StoreError as ImageStoreErro
 use vmfork_host::disks::{DiskError, LayerError};
 use vmfork_image::TableError;
 use vmfork_qemu::QmpError;
-use vmfork_store::{Role, RoleError, StoreError};
+use vmfork_store::{BlobError, Failure, Role, RoleError, StoreError};
 
 use vmfork_fork::state::StateError;
 use vmfork_fork::{Error as ForkError, Unlike};
@@ -212,10 +212,20 @@ impl From<Unlike> for SnapshotError {
     }
 }
 
+/// Whether another attempt may find the store there.
+pub(super) fn is_away(error: &StoreError) -> bool {
+    matches!(error, StoreError::Blob(BlobError::Failed { why: Failure::Unreachable, .. }))
+}
+
 impl SnapshotError {
     /// Whether it was given up, and nothing is wrong.
     pub(super) fn is_cancelled(&self) -> bool {
         matches!(self, Self::Store(StoreError::Cancelled))
+    }
+
+    /// Whether another attempt may find the store there.
+    pub(super) fn is_away(&self) -> bool {
+        matches!(self, Self::Store(error) if is_away(error))
     }
 
     /// For the API. `message` says what was to be done: "start snapshot `warm`".

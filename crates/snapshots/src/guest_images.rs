@@ -31,7 +31,9 @@ use vmfork_store::{
 
 use crate::create::{CHUNK_PAGES, ZSTD_LEVEL};
 use crate::error::{GuestImageError, SnapshotError};
+use crate::image_use::offer_profiles;
 use crate::keep::{self, with_work};
+pub use crate::kind::ROOT_DISK;
 use crate::kind::{Kind, described, is_guest_image, metadata_of};
 use crate::library::{Library, Snapshots};
 use crate::location::{For, Found};
@@ -40,8 +42,6 @@ use crate::under_way::{Doing, UnderWay};
 use crate::work::blocking;
 use vmfork_host::error::{chain, outcome};
 
-/// The disk of a stored image that is its root.
-pub const ROOT_DISK: &str = "root";
 /// Of a stored disk.
 const SECTOR_BYTES: u64 = 512;
 /// What is read at a time of a stored file.
@@ -56,6 +56,16 @@ pub enum Known<'a> {
     Name(&'a str),
     /// Of what is stored.
     Id(SnapshotId),
+}
+
+/// What this host has of a stored image.
+#[derive(Debug)]
+pub struct StoredHere {
+    pub found: Found,
+    /// All of it is here.
+    pub is_whole: bool,
+    /// How many runs its profiles were learnt from.
+    pub runs: u32,
 }
 
 /// Its disk, and the file of the image that it holds.
@@ -82,16 +92,24 @@ pub async fn push(
         let other = snapshots.places.store_at(&request.location, For::Writing)?;
         if let Some(stored) = &files.metadata.root_stored {
             let copied = snapshots.store.copy_to(stored, &other, work)?;
+            let there = copied.names.last().or(copied.there.last());
+            let profiles = library.profiles(&files.metadata);
+            there.inspect(|there| offer_profiles(&other, there, &profiles));
             return Ok((copied.names, copied.bytes));
         }
         match other.descriptor(&name).ok().as_ref().map(metadata_of) {
-            Some(Some(there)) if there.files == files.metadata.files => return Ok((Vec::new(), 0)),
+            Some(Some(there)) if there.files == files.metadata.files => {
+                offer_profiles(&other, &name, &library.profiles(&files.metadata));
+                return Ok((Vec::new(), 0));
+            }
             _ => {}
         }
+        let profiles = library.profiles(&files.metadata);
         let (draft, parts) = draft(files)?;
         let read =
             |role: &Role, range: PageRange, bytes: &mut [u8]| part(&parts, role, range, bytes);
         let stored = other.create(draft, &read, work)?;
+        offer_profiles(&other, &name, &profiles);
         Ok((vec![name], stored.counts().stored_bytes))
     })
     .await
@@ -332,6 +350,8 @@ impl Library {
         let _needed = Coming::begin(self, &stored);
         let read = |role: &Role, range, bytes: &mut [u8]| part(&parts, role, range, bytes);
         store.create(draft, &read, work)?;
+        let profiles = self.profiles(&metadata);
+        offer_profiles(store, &stored, &profiles);
         let _turn = self.snapshots.image_turn.blocking_lock();
         let is_same = self.core.images.set_seeded(&metadata, Some(stored));
         match is_same.map_err(|error| GuestImageError::Images(Box::new(error)))? {
@@ -361,11 +381,12 @@ impl Library {
         let root_stored = (has_root && !whole).then(|| stored.to_owned());
         let becomes_whole = whole && same.as_ref().is_some_and(|here| here.root_stored.is_some());
         let name = same.as_ref().map_or(&metadata.name, |here| &here.name).clone();
-        if same.is_some() && !becomes_whole {
+        if let Some(here) = same.as_ref().filter(|_| !becomes_whole) {
+            self.take_profiles(here, stored);
             return Ok(name);
         }
         let metadata = Metadata { root_stored, name: name.clone(), ..metadata };
-        let mut arrival = images.arrive(metadata).map_err(Box::new)?;
+        let mut arrival = images.arrive(metadata.clone()).map_err(Box::new)?;
         for (disk, file) in PARTS {
             if arrival.files().iter().any(|wanted| wanted == file) {
                 self.snapshots.copy_disk(stored, disk, file, &mut arrival)?;
@@ -375,7 +396,9 @@ impl Library {
             arrival.replace().map_err(Box::new)?;
             return Ok(name);
         }
-        Ok(arrival.commit().map_err(Box::new)?)
+        let name = arrival.commit().map_err(Box::new)?;
+        self.take_profiles(&Metadata { name: name.clone(), ..metadata }, stored);
+        Ok(name)
     }
 
     /// Remove what this host's store has of images that no image here names, unless disks or
@@ -432,10 +455,9 @@ impl Library {
         names.find(is_free).ok_or_else(taken)
     }
 
-    /// A stored guest image of this host, by its image's name or by its ID. Also whether all of it
-    /// is here. Blocking.
+    /// A stored guest image of this host, by its image's name or by its ID. Blocking.
     #[must_use]
-    pub fn stored_image(&self, of: Known<'_>) -> Option<(Found, bool)> {
+    pub fn stored_image(&self, of: Known<'_>) -> Option<StoredHere> {
         let store = &self.snapshots.store;
         let descriptor = match of {
             Known::Id(id) => store.by_id(id).ok()??,
@@ -446,7 +468,8 @@ impl Library {
         };
         let is_whole = store.origin(&descriptor.name).ok()?.is_none();
         let found = Found { name: descriptor.name.clone(), id: descriptor.id };
-        is_guest_image(&descriptor).then_some((found, is_whole))
+        let runs = self.snapshots.runs_of(&descriptor.name, descriptor.id);
+        is_guest_image(&descriptor).then_some(StoredHere { found, is_whole, runs })
     }
 
     /// A file of a stored guest image, or a chunk, for another host. Blocking.

@@ -8,6 +8,8 @@ use crate::error::{GuestImageError, SnapshotError};
 
 /// The member of a descriptor's `vm` that says that it is of a guest image.
 const MEMBER: &str = "guest_image";
+/// The disk of a stored image that is its root.
+pub const ROOT_DISK: &str = "root";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {

@@ -11,6 +11,7 @@
 //! | [`start`], [`prefetch`] | VMs started from one; what is fetched before they ask |
 //! | [`transfer`], [`keep`] | export, import, push, pull; remove, verify, flatten |
 //! | [`guest_images`], `kind` | guest images in stores of snapshots |
+//! | `image_use` | what VMs read of guest images, and in which order they are fetched |
 //! | `query` | what is known of them |
 //! | `disks`, `bases` | disks of VMs, written and read; what of a VM is stored already |
 //! | `opening`, `placing` | opening one; keeping a name while it is written or pulled |
@@ -30,6 +31,7 @@ pub mod create;
 mod disks;
 mod error;
 pub mod guest_images;
+mod image_use;
 pub mod keep;
 mod kind;
 pub mod library;
@@ -50,6 +52,7 @@ mod under_way;
 mod work;
 
 pub use self::error::SnapshotError;
+pub use self::image_use::workload_of;
 pub use self::library::{Library, Snapshots};
 pub use self::location::{ClusterImages, Found};
 pub use self::opened::Opened;

@@ -1,6 +1,7 @@
 //! The store of one host, what is open of it, and the host that it is used on.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
+use std::hash::{BuildHasher as _, RandomState};
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -53,6 +54,12 @@ pub struct Snapshots {
     coming: Mutex<Vec<String>>,
     /// The copies of images that are being stored, by the images' names.
     seeding: AllUnderWay,
+    /// Held while the profiles of an image change.
+    pub(crate) learning: Mutex<()>,
+    /// How many runs the profiles of stored images were learnt from.
+    profile_runs: Mutex<HashMap<SnapshotId, u32>>,
+    /// Another number on each host: hosts fetch in different orders.
+    pub(crate) salt: u64,
     pub(crate) places: Places,
     /// For clients that wait.
     pub(crate) runtime: Handle,
@@ -90,6 +97,9 @@ impl Snapshots {
             image_turn: tokio::sync::Mutex::default(),
             coming: Mutex::default(),
             seeding: AllUnderWay::default(),
+            learning: Mutex::default(),
+            profile_runs: Mutex::default(),
+            salt: RandomState::new().hash_one(0),
             collector: Collector::new(&store, &runtime),
             places: Places::new(runtime.clone()),
             runtime,
@@ -121,6 +131,10 @@ impl Snapshots {
 
     pub(crate) fn coming(&self) -> MutexGuard<'_, Vec<String>> {
         self.coming.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn profile_runs(&self) -> MutexGuard<'_, HashMap<SnapshotId, u32>> {
+        self.profile_runs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn seeding(&self) -> MutexGuard<'_, BTreeMap<String, Arc<UnderWay>>> {

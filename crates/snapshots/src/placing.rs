@@ -78,6 +78,9 @@ impl Pulling {
     /// All is here, or what is left comes as it is needed.
     pub(super) fn ends(self, error: Option<&SnapshotError>, message: String) {
         let Some(error) = error else { return };
+        if !error.is_away() {
+            self.under_way.be_final();
+        }
         let reason = chain(error);
         tracing::warn!(snapshot = self.under_way.name, reason, "pages are left where they were");
         let given_up = error.is_cancelled().then_some(&SnapshotError::PullGivenUp);
@@ -87,6 +90,7 @@ impl Pulling {
 
 impl Drop for Pulling {
     fn drop(&mut self) {
+        self.under_way.plan(None);
         self.under_way.fail_if_panicking();
         if self.under_way.error().is_none() {
             let mut pulls = self.snapshots.pulls();

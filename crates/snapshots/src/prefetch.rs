@@ -7,13 +7,14 @@ use std::time::{Duration, Instant};
 
 use vmfork_api::Prefetch;
 use vmfork_image::PageRange;
-use vmfork_store::{Role, StoreError};
+use vmfork_store::{Fetched, Role, StoreError};
 
 use crate::error::SnapshotError;
 use crate::library::{Library, Snapshots};
 use crate::opened::Opened;
 use crate::opened::WorkingSetClaim;
 use vmfork_host::error::chain;
+use vmfork_host::metrics::PulledChunk;
 
 /// How often that is looked at, and whether a store is needed no more.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
@@ -169,7 +170,8 @@ impl HydrationWatch {
     }
 }
 
-/// Have prefetching give way whenever the host is short of memory, for as long as the daemon lives.
+/// Have prefetching give way whenever the host is short of memory, and count what comes from other
+/// stores, for as long as the daemon lives.
 pub fn mind_memory(library: &Arc<Library>) {
     let weak = Arc::downgrade(library);
     tokio::spawn(async move {
@@ -180,6 +182,9 @@ pub fn mind_memory(library: &Arc<Library>) {
             if look.is_multiple_of(UPDATE_LOOKS) {
                 tokio::task::block_in_place(|| library.snapshots.update_promises());
             }
+            let Fetched { waited, ahead } = library.snapshots.store.take_fetched();
+            library.core.metrics.add_pulled_chunks(PulledChunk::Waited, waited);
+            library.core.metrics.add_pulled_chunks(PulledChunk::Ahead, ahead);
             let is_short = library.core.is_short_of_memory();
             if is_short != was_short {
                 tracing::info!(is_short, "memory for prefetch");

@@ -11,9 +11,9 @@ use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use vmfork_api::{ErrorBody, SCHEMA, Snapshot, TransferReply, TransferRequest};
 use vmfork_host::error::chain;
-use vmfork_store::{BlobError, Failure, Store, StoreError, Work};
+use vmfork_store::{SnapshotId, Store, StoreError, Work};
 
-use crate::error::SnapshotError;
+use crate::error::{SnapshotError, is_away};
 use crate::keep::with_work;
 use crate::kind::{Kind, is_guest_image};
 use crate::library::Library;
@@ -241,15 +241,7 @@ pub(super) async fn bring(
         Some(Ok((pulling, remote))) => {
             let under_way = Arc::clone(&pulling.under_way);
             let patience = if request.wait { PATIENCE_WAITED_FOR } else { PATIENCE };
-            let (library, name) = (Arc::clone(library), adopted.name.clone());
-            let message = message.clone();
-            drop(blocking(move || {
-                let snapshots = &library.snapshots;
-                let outcome = fetch(&snapshots.store, &name, &remote, &pulling.under_way, patience);
-                let outcome = outcome.map_err(SnapshotError::from);
-                pulling.ends(outcome.as_ref().err(), message);
-                Ok(())
-            }));
+            fetch_all(library, &adopted.name, (pulling, remote), patience, message.clone());
             Some(under_way)
         }
     };
@@ -269,6 +261,58 @@ pub(super) async fn bring(
     }
 }
 
+/// Fetch the chunks that are left of a snapshot, or of a guest image, that was pulled before. Those
+/// come first that its profiles name. → the pull; `None`: all is here, or another attempt would
+/// fail as well. Blocking: asks the store that it is pulled from.
+///
+/// # Errors
+/// That store can't be asked, or nothing of that name is here.
+pub(super) fn resume(
+    library: &Arc<Library>,
+    (name, id): (&str, SnapshotId),
+) -> Result<Option<Arc<UnderWay>>, SnapshotError> {
+    let snapshots = &library.snapshots;
+    let Some(location) = snapshots.store.origin(name)? else { return Ok(None) };
+    let there = snapshots.pulls().get(&id).cloned();
+    match there {
+        Some(pull) if pull.goes_on() => return Ok(Some(pull)),
+        Some(pull) if pull.is_final() => return Ok(None),
+        _ => {}
+    }
+    let family = snapshots.store.open_family(name)?;
+    let missing = family.iter().rev().filter(|stored| stored.origin().is_some());
+    let ids = missing.map(|stored| stored.descriptor().id).collect();
+    let remote = snapshots.places.store_at(&location, For::Reading)?;
+    let pulling = match snapshots.pull_begins(name, ids) {
+        Ok(pulling) => pulling,
+        Err(other) => return Ok(Some(other)),
+    };
+    let message = format!("fetch the rest of `{name}` from {location}");
+    let pull = Arc::clone(&pulling.under_way);
+    pull.want();
+    let pulling = snapshots.plan(name, pulling, &message)?;
+    fetch_all(library, name, (pulling, remote), PATIENCE, message);
+    Ok(Some(pull))
+}
+
+/// Have all chunks that are missing come in the background.
+fn fetch_all(
+    library: &Arc<Library>,
+    name: &str,
+    (pulling, remote): (Pulling, Store),
+    patience: Duration,
+    message: String,
+) {
+    let (library, name) = (Arc::clone(library), name.to_owned());
+    drop(blocking(move || {
+        let store = &library.snapshots.store;
+        let outcome = fetch(store, &name, &remote, &pulling.under_way, patience);
+        let outcome = outcome.map_err(SnapshotError::from);
+        pulling.ends(outcome.as_ref().err(), message);
+        Ok(())
+    }));
+}
+
 /// Fetch all chunks that are missing. A store that can't be reached is tried again, until nothing
 /// has come for as long as `patience`.
 fn fetch(
@@ -279,9 +323,10 @@ fn fetch(
     patience: Duration,
 ) -> Result<(), StoreError> {
     let work = &under_way.work;
+    let missing = under_way.missing().ok_or(StoreError::Cancelled)?;
     let (mut most, mut came, mut pause) = (0, Instant::now(), PAUSE_MIN);
     loop {
-        let error = match store.fetch_chunks(name, remote, work) {
+        let error = match store.fetch_chunks(&missing, remote, work) {
             Err(error) if is_away(&error) => error,
             ended => return ended,
         };
@@ -305,11 +350,6 @@ fn fetch(
         pause = (pause * 2).min(PAUSE_MAX);
         under_way.begin_anew();
     }
-}
-
-/// Whether another attempt may find the store there.
-fn is_away(error: &StoreError) -> bool {
-    matches!(error, StoreError::Blob(BlobError::Failed { why: Failure::Unreachable, .. }))
 }
 
 /// A snapshot of another store that can be started here.
@@ -347,8 +387,15 @@ fn adopt(
     if here != name && snapshots.store.descriptor(name).is_ok() {
         return Err(SnapshotError::HereAs { here, name: name.to_owned() });
     }
-    let pulling = (!ids.is_empty())
-        .then(|| snapshots.pull_begins(&here, ids).map(|pulling| (pulling, remote)));
+    let pulling = (!ids.is_empty()).then(|| snapshots.pull_begins(&here, ids));
+    let pulling = match pulling {
+        None => None,
+        Some(Err(other)) => Some(Err(other)),
+        Some(Ok(pulling)) => {
+            let message = format!("pull `{here}` from {location}");
+            Some(Ok((snapshots.plan(&here, pulling, &message)?, remote)))
+        }
+    };
     placed.ends(None);
     Ok(Adopted { name: here, pulling })
 }

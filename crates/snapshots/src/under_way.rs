@@ -1,12 +1,12 @@
 //! What is being written, imported or pulled, as it is listed.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use tokio_util::sync::CancellationToken;
 use vmfork_api::{ErrorBody, Progress, SnapshotState};
-use vmfork_store::{SnapshotId, Work};
+use vmfork_store::{Missing, SnapshotId, Work};
 
 use crate::error::SnapshotError;
 use crate::work;
@@ -55,6 +55,10 @@ pub(super) struct UnderWay {
     pub(super) over: CancellationToken,
     /// Clients that wait for it, and those that want it without waiting.
     wanted_by: AtomicUsize,
+    /// What a pull is to fetch, as long as it goes on.
+    missing: Mutex<Option<Arc<Missing>>>,
+    /// Another attempt would fail as well, or no client wants one.
+    is_final: AtomicBool,
 }
 
 /// A client that wants something only as long as it waits for it.
@@ -80,7 +84,27 @@ impl UnderWay {
             failed: Mutex::default(),
             over: CancellationToken::new(),
             wanted_by: AtomicUsize::new(0),
+            missing: Mutex::default(),
+            is_final: AtomicBool::new(false),
         }
+    }
+
+    /// What a pull is to fetch, and in which order. `None`: it has ended, and keeps nothing open.
+    pub(super) fn plan(&self, missing: Option<Missing>) {
+        *self.missing.lock().unwrap_or_else(PoisonError::into_inner) = missing.map(Arc::new);
+    }
+
+    pub(super) fn missing(&self) -> Option<Arc<Missing>> {
+        self.missing.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Only a client begins it again.
+    pub(super) fn is_final(&self) -> bool {
+        self.is_final.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn be_final(&self) {
+        self.is_final.store(true, Ordering::Relaxed);
     }
 
     /// A client wants it, whether it stays connected or not.

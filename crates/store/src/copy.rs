@@ -2,25 +2,23 @@
 //!
 //! Pull: [`Store::adopt_from`] copies what is small. Then the snapshot can be started, and its
 //! chunks come from the remote store as they are wanted ([`crate::SourceOptions::remote`]).
-//! [`Store::fetch_chunks`] copies the rest. From then on the snapshot does not depend on the remote
-//! store.
+//! [`Store::fetch_chunks`] copies the rest.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use blake3::Hash;
 use vmfork_image::PAGE_BYTES;
 
 use crate::blobs::BlobError;
 use crate::error::StoreError;
-use crate::files::{Sections, read_descriptor, read_section};
+use crate::files::{Sections, read_section};
 use crate::format::descriptor::{Descriptor, SnapshotId};
 use crate::format::sealed::{SealedKind, unseal};
 use crate::format::table::{Table, Window};
 use crate::format::{Flaw, working_set};
 use crate::names::{ORIGIN, PROFILE, WORKING_SET, chunk_key};
 use crate::source::decode_chunk;
-use crate::store::{Store, check_name};
+use crate::store::Store;
 use crate::stored::Stored;
 use crate::work::Work;
 use crate::writing::{Commit, Writing};
@@ -244,57 +242,6 @@ impl Store {
             names.0.insert(descriptor.id, here);
         }
         self.open(&top)
-    }
-
-    /// Copy the missing chunks of snapshot `name`, and of all its bases, from `remote`, which they
-    /// were adopted from. Each is verified; one that is damaged here is replaced. Then the snapshot
-    /// is complete here.
-    ///
-    /// # Errors
-    /// No such snapshot, or it was removed meanwhile; `remote` can't be reached, lacks a chunk or
-    /// has it damaged; [`StoreError::Cancelled`]. Chunks that had come by then are kept.
-    pub fn fetch_chunks(&self, name: &str, remote: &Store, work: &Work) -> Result<(), StoreError> {
-        check_name(name)?;
-        let family = self.open_family(name)?;
-        let missing: Vec<_> = family.iter().filter(|stored| stored.origin().is_some()).collect();
-        let mut seen = HashSet::<Hash>::new();
-        let windows: Vec<_> = missing
-            .iter()
-            .flat_map(|stored| stored.tables())
-            .flat_map(Table::windows)
-            .filter(|window| seen.insert(window.hash))
-            .copied()
-            .collect();
-        work.expect(windows.iter().map(|window| window.own_pages * PAGE_BYTES).sum());
-        work.for_each_on(
-            self.inner.threads(work).max(remote.inner.threads(work)),
-            &windows,
-            || Ok(()),
-            |(), window| {
-                match self.read_chunk(window) {
-                    Ok(_) => {}
-                    Err(StoreError::Damaged(_) | StoreError::Blob(BlobError::NotFound { .. })) => {
-                        let file = remote.read_chunk(window)?;
-                        self.inner.blobs().put(&chunk_key(&window.hash), &file)?;
-                    }
-                    Err(error) => return Err(error),
-                }
-                work.done(window.own_pages * PAGE_BYTES);
-                Ok(())
-            },
-        )?;
-        // On the medium before the snapshot says that it is complete.
-        self.inner.blobs().sync()?;
-        let _catalogue = self.inner.catalogue.lock();
-        for stored in missing {
-            let descriptor = stored.descriptor();
-            // Another one, or the same adopted again, has chunks that were not looked for.
-            if read_descriptor(self.inner.blobs(), &descriptor.name)? != *descriptor {
-                return Err(self.not_found(&descriptor.name));
-            }
-            self.inner.blobs().delete(&descriptor.key_beside(ORIGIN))?;
-        }
-        Ok(())
     }
 }
 

@@ -4,9 +4,10 @@ use blake3::Hash;
 
 use crate::blobs::BlobError;
 use crate::error::StoreError;
+use crate::files::read_descriptor;
 use crate::format::chunk;
 use crate::format::descriptor::{Descriptor, SnapshotId};
-use crate::names::{FORMAT_KEY, ORIGIN, chunk_key, chunk_of, snapshot_of};
+use crate::names::{FORMAT_KEY, ORIGIN, PROFILE, chunk_key, chunk_of, snapshot_of};
 use crate::source::decode_chunk;
 use crate::store::Store;
 
@@ -38,8 +39,17 @@ impl<'a> KeyOf<'a> {
 /// Whether a key names where the chunks of a snapshot are. Another host looks for them itself.
 #[must_use]
 pub fn is_origin(key: &str) -> bool {
-    let ending = snapshot_of(key).and_then(|(_, file)| Some(file.rsplit_once('.')?.1));
-    ending == Some(ORIGIN)
+    ending(key) == Some(ORIGIN)
+}
+
+/// Whether a key names what was learnt of how an image of a snapshot is read.
+#[must_use]
+pub fn is_profile(key: &str) -> bool {
+    ending(key) == Some(PROFILE)
+}
+
+fn ending(key: &str) -> Option<&str> {
+    snapshot_of(key).and_then(|(_, file)| Some(file.rsplit_once('.')?.1))
 }
 
 /// Whether these are the bytes of this chunk's file: they have its content.
@@ -49,12 +59,21 @@ pub fn is_chunk(hash: &Hash, file: &[u8]) -> bool {
 }
 
 impl Store {
-    /// A file, as it is here. Who asked verifies it.
+    /// A file, as it is here. Who asked verifies it. A profile is that of the snapshot here, which
+    /// another store has under another key.
     ///
     /// # Errors
     /// There is none of that key, or it can't be read.
     pub fn give(&self, key: &str) -> Result<Vec<u8>, BlobError> {
-        self.inner.blobs().get(key)
+        let blobs = self.inner.blobs();
+        if is_profile(key)
+            && let Some((name, file)) = snapshot_of(key)
+            && let Some((_, ending)) = file.split_once('.')
+            && let Ok(descriptor) = read_descriptor(blobs, name)
+        {
+            return blobs.get(&descriptor.key_beside(ending));
+        }
+        blobs.get(key)
     }
 
     /// Keep a chunk that came from another store.

@@ -29,8 +29,10 @@ mod bounds;
 mod copy;
 mod create;
 mod error;
+mod fetch;
 mod files;
 mod flatten;
+mod flights;
 pub mod format;
 mod give;
 mod hot;
@@ -52,13 +54,15 @@ pub use bounds::bytes_max;
 pub use copy::Copied;
 pub use create::{Draft, ImageDraft, ReadImages, ReadPages};
 pub use error::{Damage, StoreError};
+pub use fetch::Missing;
+pub use flights::Fetched;
 pub use format::descriptor::{
     BaseRef, Counts, Descriptor, IMAGES_MAX, ImageDescriptor, SnapshotId, Unreadable,
 };
 pub use format::role::{DeviceName, Role, RoleError};
 pub use format::table::{Extent, Table};
 pub use format::{Compression, Flaw};
-pub use give::{KeyOf, is_chunk, is_origin};
+pub use give::{KeyOf, is_chunk, is_origin, is_profile};
 pub use hot::HotChunks;
 pub use names::{NAME_BYTES_MAX, name_is_valid};
 pub use profile::WorkingSetReader;

@@ -68,17 +68,24 @@ impl StoredPages {
     }
 
     fn load(&self, window: &Window) -> Result<Vec<u8>, StoreError> {
-        let blobs = self.store().inner.blobs();
+        let (blobs, flights) = (self.store().inner.blobs(), &self.store().inner.flights);
+        if let Ok((_, raw)) = self.load_from(blobs, window) {
+            return Ok(raw);
+        }
+        let waiting = self.options.remote.as_ref().map(|remote| (remote, flights.wait()));
+        let _flight = flights.begin(&window.hash);
+        // It may have come just now.
         let here = match self.load_from(blobs, window) {
             Ok((_, raw)) => return Ok(raw),
             Err(error) => error,
         };
-        let Some(remote) = &self.options.remote else { return Err(here) };
+        let Some((remote, waiting)) = waiting else { return Err(here) };
         match &here {
             StoreError::Blob(BlobError::NotFound { .. }) => {}
             error => tracing::warn!(%error, "chunk is got from the remote store"),
         }
         let (file, raw) = self.load_from(&**remote, window)?;
+        waiting.came();
         // A store that is full or broken is no reason to keep a VM waiting.
         if let Err(error) = blobs.put(&chunk_key(&window.hash), &file) {
             tracing::warn!(%error, "chunk is not kept");

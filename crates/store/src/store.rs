@@ -11,6 +11,7 @@ use parking_lot::Mutex;
 use crate::blobs::{BlobError, Blobs, Folder};
 use crate::error::StoreError;
 use crate::files::{read_descriptor, read_origin};
+use crate::flights::Flights;
 use crate::format::descriptor::{BaseRef, Descriptor, ImageDescriptor};
 use crate::names::{DESCRIPTOR, FORMAT_KEY, FORMAT_LINE, name_is_valid};
 use crate::pins::Pins;
@@ -46,6 +47,8 @@ pub(crate) struct Inner {
     /// The chunks of open snapshots, perhaps removed since: each stays until they are closed.
     pub(crate) open: Mutex<HashMap<Hash, Openers>>,
     pub(crate) on_leftovers: OnceLock<OnLeftovers>,
+    /// Chunks that come from other stores.
+    pub(crate) flights: Flights,
 }
 
 /// Who has a chunk's snapshot open.
@@ -112,6 +115,7 @@ impl Store {
                 pins: Pins::default(),
                 open: Mutex::default(),
                 on_leftovers: OnceLock::new(),
+                flights: Flights::default(),
             }),
         })
     }

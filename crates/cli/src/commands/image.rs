@@ -5,7 +5,7 @@ use anyhow::Context as _;
 use serde::Serialize;
 use tokio::sync::mpsc;
 use tokio::task::spawn_blocking;
-use vmfork_api::{Image, TransferRequest};
+use vmfork_api::{Image, ImageProfile, TransferRequest};
 use vmfork_guest_image::{
     Artifacts, BuildOptions, Cancel, Metadata, Progress, Stage, Store, build, import,
 };
@@ -58,6 +58,8 @@ pub(super) async fn run(global: &Global, action: ImageAction) -> anyhow::Result<
         ImageAction::Serve(config) => serve::run(global, config).await,
         ImageAction::Seed { name, stop: false } => seed(global, &name).await,
         ImageAction::Seed { name, stop: true } => unseed(global, &name).await,
+        ImageAction::ShowProfile { name } => show_profile(global, &name).await,
+        ImageAction::ResetProfile { name } => reset_profile(global, &name).await,
         ImageAction::Pull { name, location, wait } => pull(global, &name, &location, wait).await,
     }
 }
@@ -230,6 +232,38 @@ async fn unseed(global: &Global, name: &str) -> anyhow::Result<Exit> {
     client.delete(Query::new(format!("/v1/images/{name}/seed"))).await?;
     global.printer.note(&format!("No host pulls `{name}` from this one any more"));
     Ok(Exit::Done)
+}
+
+async fn show_profile(global: &Global, name: &str) -> anyhow::Result<Exit> {
+    let client = reach(global).await?;
+    let profile: ImageProfile = client.get(profile_of(name)).await?;
+    if global.printer.json {
+        global.printer.with_schema(&profile)?;
+        return Ok(Exit::Done);
+    }
+    let rows = profile.workloads.iter().map(|workload| {
+        vec![
+            Field::Text(format::printable(&workload.workload)),
+            Field::Figure(format::count(workload.runs.into())),
+            Field::Figure(format::size(workload.read_bytes)),
+            Field::Figure(format::millis(workload.half_ms)),
+            Field::Figure(format::size(workload.read_bytes_any)),
+        ]
+    });
+    let heads = ["WORKLOAD", "RUNS", "MOST READ", "HALF AFTER", "ANY READ"];
+    global.printer.table(&heads, rows.collect())?;
+    Ok(Exit::Done)
+}
+
+async fn reset_profile(global: &Global, name: &str) -> anyhow::Result<Exit> {
+    let client = reach(global).await?;
+    client.delete(profile_of(name)).await?;
+    global.printer.note(&format!("Deleted the record of what VMs read of `{name}`"));
+    Ok(Exit::Done)
+}
+
+fn profile_of(image: &str) -> Query {
+    Query::new(format!("/v1/images/{image}/profile"))
 }
 
 fn pulled(image: &Image, location: &str) -> String {

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use vmfork_guest_image::{Brought, ExtraFile, ImportOptions, Spec};
 
 use super::{misuse, value};
-use crate::args::{RawFormat, RawImage, RawImageBuild, RawImageImport};
+use crate::args::{RawFormat, RawImage, RawImageBuild, RawImageImport, RawImageProfile};
 use crate::failure::{Misuse, with_remedy};
 
 /// Name and contents of the image that is built when nothing is said.
@@ -33,6 +33,12 @@ pub(crate) enum ImageAction {
     Seed {
         name: String,
         stop: bool,
+    },
+    ShowProfile {
+        name: String,
+    },
+    ResetProfile {
+        name: String,
     },
     Serve(ServeConfig),
 }
@@ -99,6 +105,12 @@ impl ImageAction {
                 Self::Pull { name: name(image)?, location: value::location(location)?, wait }
             }
             RawImage::Seed { image, stop } => Self::Seed { name: name(image)?, stop },
+            RawImage::Profile(RawImageProfile::Show { image }) => {
+                Self::ShowProfile { name: name(image)? }
+            }
+            RawImage::Profile(RawImageProfile::Reset { image }) => {
+                Self::ResetProfile { name: name(image)? }
+            }
             RawImage::Serve { image, folder, nbd: socket, writable, allow_other } => {
                 let image = name(image)?;
                 Self::Serve(ServeConfig { image, folder, socket, writable, allow_other })

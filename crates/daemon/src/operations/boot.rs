@@ -29,6 +29,7 @@ use vmfork_host::vm::launch::Booting;
 use vmfork_host::vm::{
     DriveSpec, End, Identity, Inherited, MachineSpec, Provenance, Vm, now_unix_ms, random_hex,
 };
+use vmfork_snapshots::workload_of;
 
 const MEMORY_MIB_MIN: u64 = 64;
 const MEMORY_MIB_MAX: u64 = 262_144;
@@ -101,6 +102,7 @@ pub(super) async fn run(hub: &Hub, user: User, request: RunRequest) -> Result<Ar
     // After its admission: one that is refused makes no files.
     let disks = boot_disks::contents(core, &wanted).await;
     let disks = disks.map_err(|error| error.to_body(message.as_str()))?;
+    hub.library.image_is_used(&request.image, workload_of(&request.labels), &disks);
     let spec = MachineSpec {
         image: request.image,
         drives: drives(&files, chosen.pmem_bytes, &disks),

@@ -8,9 +8,9 @@ use bytes::Bytes;
 use futures_util::FutureExt;
 use tokio::sync::mpsc;
 use vmfork_api::{
-    DoctorReport, ErrorBody, ExecRequest, ForkReply, ForkRequest, HostInfo, Image, KillRequest,
-    RunRequest, SCHEMA, TransferReply, TransferRequest, TreeNode, TtlReply, TtlRequest, Version,
-    VmDetail,
+    DoctorReport, ErrorBody, ExecRequest, ForkReply, ForkRequest, HostInfo, Image, ImageProfile,
+    KillRequest, RunRequest, SCHEMA, TransferReply, TransferRequest, TreeNode, TtlReply,
+    TtlRequest, Version, VmDetail,
 };
 use vmfork_guest_image::{Metadata, StoreError};
 use vmfork_qemu::probe;
@@ -122,6 +122,14 @@ impl Control for Hub {
         guest_images::unseed(&self.library, name).boxed()
     }
 
+    fn image_profile<'a>(&'a self, name: &'a str) -> Answer<'a, ImageProfile> {
+        async { tokio::task::block_in_place(|| self.library.image_profile(name)) }.boxed()
+    }
+
+    fn reset_image_profile<'a>(&'a self, name: &'a str) -> Answer<'a, ()> {
+        async { tokio::task::block_in_place(|| self.library.reset_image_profile(name)) }.boxed()
+    }
+
     fn remove_image<'a>(&'a self, name: &'a str) -> Answer<'a, ()> {
         async move {
             let user =
@@ -155,6 +163,7 @@ impl Control for Hub {
             let message = || format!("serve image `{name}`");
             let content = boot_disks::root_content(&self.core, name).await;
             let mut content = content.map_err(|error| error.to_body(message()))?;
+            self.library.image_is_read(name);
             content.spec.read_only = !writable;
             self.core.disks.count_on(user, std::slice::from_mut(&mut content));
             let name = name.to_owned();

@@ -7,7 +7,7 @@ use tokio::runtime::Handle;
 use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_host::error::chain;
 use vmfork_peers::{Cluster, StoredImages, Told, Wanted};
-use vmfork_snapshots::guest_images::Known;
+use vmfork_snapshots::guest_images::{Known, StoredHere};
 use vmfork_snapshots::{ClusterImages, Found, Library};
 use vmfork_store::{BlobError, Blobs, SnapshotId};
 
@@ -31,7 +31,7 @@ pub(super) fn connect(library: &Arc<Library>, cluster: &Arc<Cluster>) {
 
 impl ClusterImages for Others {
     fn find(&self, name: &str, host: Option<&str>) -> Result<Found, ErrorBody> {
-        let Told { name, id, is_whole: _ } = self.cluster.find_image(&self.runtime, name, host)?;
+        let Told { name, id, .. } = self.cluster.find_image(&self.runtime, name, host)?;
         Ok(Found { name, id })
     }
 
@@ -46,8 +46,8 @@ impl StoredImages for Here {
             Wanted::Name(name) => Known::Name(name),
             Wanted::Id(id) => Known::Id(*id),
         };
-        let (Found { name, id }, is_whole) = self.0.upgrade()?.stored_image(known)?;
-        Some(Told { name, id, is_whole })
+        let StoredHere { found, is_whole, runs } = self.0.upgrade()?.stored_image(known)?;
+        Some(Told { name: found.name, id: found.id, is_whole, runs })
     }
 
     fn give(&self, key: &str) -> Result<Vec<u8>, BlobError> {

@@ -12,8 +12,8 @@ use futures_util::FutureExt;
 use tokio::sync::mpsc;
 use vmfork_api::{
     Accel, CheckStatus, ErrorBody, ErrorCode, ExecRequest, ForkReply, ForkRequest, HostInfo, Image,
-    KillRequest, Labels, RunRequest, SCHEMA, TransferReply, TransferRequest, TreeNode, Ttl,
-    TtlReply, TtlRequest, Version, Vm, VmDetail, VmState,
+    ImageProfile, KillRequest, Labels, RunRequest, SCHEMA, TransferReply, TransferRequest,
+    TreeNode, Ttl, TtlReply, TtlRequest, Version, Vm, VmDetail, VmState, WorkloadProfile,
 };
 use vmfork_control::{
     Answer, ConsoleSession, Control, Events, ExecInput, ExecOutput, ExecSession, FileStream,
@@ -225,6 +225,23 @@ impl Control for Fake {
 
     fn unseed_image<'a>(&'a self, name: &'a str) -> Answer<'a, ()> {
         self.note(format!("unseed image {name}"));
+        async { Ok(()) }.boxed()
+    }
+
+    fn image_profile<'a>(&'a self, name: &'a str) -> Answer<'a, ImageProfile> {
+        self.note(format!("image profile {name}"));
+        let web = WorkloadProfile {
+            workload: "web".into(),
+            runs: 3,
+            read_bytes: 65_536,
+            read_bytes_any: 131_072,
+            half_ms: 12.5,
+        };
+        async { Ok(ImageProfile { workloads: vec![web] }) }.boxed()
+    }
+
+    fn reset_image_profile<'a>(&'a self, name: &'a str) -> Answer<'a, ()> {
+        self.note(format!("reset image profile {name}"));
         async { Ok(()) }.boxed()
     }
 

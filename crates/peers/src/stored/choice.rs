@@ -14,6 +14,8 @@ use vmfork_cluster::HostId;
 pub(super) struct Holder {
     pub(super) host: HostId,
     pub(super) is_whole: bool,
+    /// How many runs its profiles were learnt from.
+    pub(super) runs: u32,
 }
 
 /// How a host is asked.
@@ -69,7 +71,8 @@ mod tests {
     }
 
     fn holders(count: u64, whole: u64) -> Vec<Holder> {
-        let holder = |number| Holder { host: host(number * 7919), is_whole: number <= whole };
+        let holder =
+            |number| Holder { host: host(number * 7919), is_whole: number <= whole, runs: 0 };
         (1..=count).map(holder).collect()
     }
 

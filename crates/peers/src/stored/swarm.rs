@@ -1,5 +1,6 @@
 //! The chunks of one stored image, from whichever hosts have them.
 
+use std::cmp::Reverse;
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,7 +11,7 @@ use bytes::Bytes;
 use futures_util::FutureExt;
 use futures_util::future::{BoxFuture, Shared, join_all};
 use vmfork_cluster::HostId;
-use vmfork_store::{SnapshotId, is_chunk};
+use vmfork_store::{SnapshotId, is_chunk, is_profile};
 
 use super::choice::{Ask, Holder, order};
 use super::connections::Connections;
@@ -21,6 +22,8 @@ use crate::hosts::{Hosts, There};
 
 /// How long what is known of the holders counts.
 const HOLDERS_FOR: Duration = Duration::from_secs(3);
+/// How long what hosts have learnt counts.
+const LEARNT_FOR: Duration = Duration::from_secs(1);
 /// How long a host counts as one that pulls the image after it asked who has it.
 const HEARD_FOR: Duration = Duration::from_secs(6);
 /// How long a host may take for a file that it has.
@@ -146,10 +149,16 @@ impl ImageSwarm {
         heard.retain(|_, at| at.elapsed() < HEARD_FOR);
         for host in heard.keys() {
             if !holders.iter().any(|holder| holder.host == *host) {
-                holders.push(Holder { host: *host, is_whole: false });
+                holders.push(Holder { host: *host, is_whole: false, runs: 0 });
             }
         }
         holders
+    }
+
+    /// Whether the last look is longer ago.
+    fn looked_before(&self, ago: Duration) -> bool {
+        let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        known.as_ref().is_none_or(|(at, _)| at.elapsed() > ago)
     }
 
     /// Ask all members. One that does not answer has what it had.
@@ -158,11 +167,11 @@ impl ImageSwarm {
         let own = tokio::task::block_in_place(|| self.here.find(&Wanted::Id(self.id)));
         // It pulls the image, or is about to.
         let is_whole = own.is_some_and(|told| told.is_whole);
-        let own = Holder { host: hosts.id, is_whole };
+        let own = Holder { host: hosts.id, is_whole, runs: 0 };
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         let before = known.as_ref().map_or(&[][..], |(_, holders)| holders);
         let others = answers.into_iter().filter_map(|Answer { host, told, .. }| match told {
-            Ok(told) => told.map(|Told { is_whole, .. }| Holder { host, is_whole }),
+            Ok(told) => told.map(|Told { is_whole, runs, .. }| Holder { host, is_whole, runs }),
             Err(_) => before.iter().find(|holder| holder.host == host).copied(),
         });
         let holders: Vec<_> = others.chain([own]).collect();
@@ -298,15 +307,21 @@ impl ImageSwarm {
         self.common.connections.get(entry.id, &peer, &path, wait).await
     }
 
-    /// One of its small files, from any host that has it: those with all of it first.
+    /// One of its small files, from any host that has it: those with all of it first. A profile
+    /// comes from the host that learnt it from the most runs.
     pub(crate) async fn file(
         self: &Arc<Self>,
         hosts: &Arc<Hosts>,
         key: &str,
     ) -> Result<Option<Bytes>, Missing> {
-        let holders = self.holders(hosts).await;
+        let holders = match is_profile(key) && self.looked_before(LEARNT_FOR) {
+            true => self.look(hosts).await,
+            false => self.holders(hosts).await,
+        };
         let mut others: Vec<_> = holders.iter().filter(|it| it.host != hosts.id).collect();
-        others.sort_by_key(|holder| (!holder.is_whole, self.is_shunned(holder.host)));
+        let runs =
+            |holder: &Holder| if is_profile(key) { Reverse(holder.runs) } else { Reverse(0) };
+        others.sort_by_key(|it| (self.is_shunned(it.host), runs(it), !it.is_whole));
         if others.is_empty() {
             return Err(Missing::NoHolder);
         }

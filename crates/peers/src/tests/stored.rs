@@ -43,6 +43,7 @@ impl Images for Shelf {
             name: "web".to_owned(),
             id: ID,
             is_whole: self.is_whole.load(Ordering::Relaxed),
+            runs: 0,
         };
         (is_it && self.has.load(Ordering::Relaxed)).then_some(told)
     }

@@ -40,8 +40,8 @@ pub enum ProfileError {
     Cluster { cluster_pages: u64 },
     #[error("profile is cut off: it ends at byte {len}, within {what} at byte {at}")]
     Short { len: usize, at: usize, what: &'static str },
-    #[error("not a profile: it begins with {found:02x?} and not with {MAGIC:02x?}")]
-    Magic { found: [u8; 8] },
+    #[error("not a profile: it begins with {found:02x?} and not with {wanted:02x?}")]
+    Magic { found: [u8; 8], wanted: [u8; 8] },
     #[error(
         "profile of version {version}, and only version {VERSION} is known here: reset it, or read it with the vmfork that \
          wrote it"
@@ -84,10 +84,10 @@ impl Profile {
     /// # Errors
     /// If the bytes are anything else: what, and where.
     pub fn decode(bytes: &[u8]) -> Result<Self, ProfileError> {
-        let mut reader = Reader { bytes, at: 0 };
+        let mut reader = Reader::new(bytes);
         let magic = reader.array("the magic number")?;
         if magic != MAGIC {
-            return Err(ProfileError::Magic { found: magic });
+            return Err(ProfileError::Magic { found: magic, wanted: MAGIC });
         }
         let version = u32::from_le_bytes(reader.array("the version")?);
         if version != VERSION {
@@ -113,26 +113,56 @@ impl Profile {
             next = touched.index + 1;
             profile.touched.push(touched);
         }
-        let at = reader.at;
-        let computed = crc32(&bytes[..at]);
-        let stored = u32::from_le_bytes(reader.array("the checksum")?);
-        if reader.at < bytes.len() {
-            return Err(ProfileError::Trailing { at: reader.at, len: bytes.len() - reader.at });
-        }
-        if stored != computed {
-            return Err(ProfileError::Checksum { at, stored, computed });
-        }
+        reader.end()?;
         Ok(profile)
     }
 }
 
-struct Reader<'a> {
+pub(super) struct Reader<'a> {
     bytes: &'a [u8],
     at: usize,
 }
 
-impl Reader<'_> {
-    fn array<const N: usize>(&mut self, what: &'static str) -> Result<[u8; N], ProfileError> {
+impl<'a> Reader<'a> {
+    pub(super) fn new(bytes: &'a [u8]) -> Self {
+        Self { bytes, at: 0 }
+    }
+
+    /// Where the next byte is.
+    pub(super) fn at(&self) -> usize {
+        self.at
+    }
+
+    /// The checksum, and nothing behind it.
+    pub(super) fn end(&mut self) -> Result<(), ProfileError> {
+        let (bytes, at) = (self.bytes, self.at);
+        let computed = crc32(&bytes[..at]);
+        let stored = u32::from_le_bytes(self.array("the checksum")?);
+        if self.at < bytes.len() {
+            return Err(ProfileError::Trailing { at: self.at, len: bytes.len() - self.at });
+        }
+        if stored != computed {
+            return Err(ProfileError::Checksum { at, stored, computed });
+        }
+        Ok(())
+    }
+
+    /// The next `len` bytes.
+    pub(super) fn take(
+        &mut self,
+        len: usize,
+        what: &'static str,
+    ) -> Result<&'a [u8], ProfileError> {
+        let rest = self.bytes.get(self.at..).and_then(|rest| rest.get(..len));
+        let short = ProfileError::Short { len: self.bytes.len(), at: self.at, what };
+        self.at += rest.map_or(0, <[u8]>::len);
+        rest.ok_or(short)
+    }
+
+    pub(super) fn array<const N: usize>(
+        &mut self,
+        what: &'static str,
+    ) -> Result<[u8; N], ProfileError> {
         let short = ProfileError::Short { len: self.bytes.len(), at: self.at, what };
         let rest = self.bytes.get(self.at..).and_then(|rest| rest.first_chunk());
         self.at += N;
@@ -202,7 +232,7 @@ fn put_varint(bytes: &mut Vec<u8>, mut value: u64) {
 const _: () = assert!(SCORE_MAX <= u16::MAX as u32);
 
 /// CRC-32 as in IEEE 802.3, four bits at a time.
-fn crc32(bytes: &[u8]) -> u32 {
+pub(super) fn crc32(bytes: &[u8]) -> u32 {
     const TABLE: [u32; 16] = {
         let mut table = [0; 16];
         let (mut index, mut nibble) = (0, 0);

@@ -12,6 +12,7 @@
 //! the more have followed. So what a service no longer does is forgotten.
 
 mod codec;
+mod image;
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -19,6 +20,7 @@ use std::time::Duration;
 use vmfork_image::{BLOCK_PAGES, PAGES_MAX, PageIdx, PageRange};
 
 pub use self::codec::ProfileError;
+pub use self::image::ImageProfiles;
 use crate::Recording;
 
 /// What one start counts when it is merged. Those before it are worth [`KEPT`] of what they were.
@@ -124,6 +126,15 @@ impl Profile {
         let new = first_ms.into_iter();
         self.touched.extend(new.map(|(index, first_ms)| Touched { index, score: ONE, first_ms }));
         self.touched.sort_unstable_by_key(|touched| touched.index);
+    }
+
+    /// Forget all but the most frequent clusters, of those the earliest.
+    pub(crate) fn keep_most_frequent(&mut self, clusters_max: usize) {
+        if self.touched.len() > clusters_max {
+            self.touched.sort_unstable_by_key(|it| (u32::MAX - it.score, it.first_ms, it.index));
+            self.touched.truncate(clusters_max);
+            self.touched.sort_unstable_by_key(|it| it.index);
+        }
     }
 
     /// What to fetch in which order: the pages that at least `min_frequency` of the starts touch

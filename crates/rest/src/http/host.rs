@@ -5,8 +5,8 @@ use axum::http::header::CONTENT_TYPE;
 use axum::response::IntoResponse;
 use vmfork_api::schema::Name;
 use vmfork_api::{
-    DoctorReport, ErrorBody, HostInfo, Image, ImagePullRequest, TransferReply, TransferRequest,
-    Version,
+    DoctorReport, ErrorBody, HostInfo, Image, ImageProfile, ImagePullRequest, TransferReply,
+    TransferRequest, Version,
 };
 
 use super::App;
@@ -117,6 +117,32 @@ pub(super) async fn unseed_image(
     ImageName(name): ImageName,
 ) -> Result<StatusCode, ApiError> {
     app.control.unseed_image(&name).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// What VMs read of an image, and when, by workload: what is fetched first where the image is
+/// pulled.
+#[utoipa::path(get, path = "/v1/images/{name}/profile", tag = "host",
+    params(("name" = Name, Path, description = "The image's name")),
+    responses((status = 200, body = ImageProfile), (status = "default", body = ErrorBody))
+)]
+pub(super) async fn image_profile(
+    State(app): State<App>,
+    ImageName(name): ImageName,
+) -> Result<Json<ImageProfile>, ApiError> {
+    Ok(Json(app.control.image_profile(&name).await?))
+}
+
+/// Forget what VMs read of an image.
+#[utoipa::path(delete, path = "/v1/images/{name}/profile", tag = "host",
+    params(("name" = Name, Path, description = "The image's name")),
+    responses((status = 204, description = "Forgotten"), (status = "default", body = ErrorBody))
+)]
+pub(super) async fn reset_image_profile(
+    State(app): State<App>,
+    ImageName(name): ImageName,
+) -> Result<StatusCode, ApiError> {
+    app.control.reset_image_profile(&name).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 

@@ -177,6 +177,7 @@ fn routes() -> OpenApiRouter<App> {
         .routes(routes!(host::push_image))
         .routes(routes!(host::pull_image))
         .routes(routes!(host::seed_image, host::unseed_image))
+        .routes(routes!(host::image_profile, host::reset_image_profile))
         .routes(routes!(host::remove_image))
         .routes(routes!(nbd::image))
         .routes(routes!(vms::list, vms::run))

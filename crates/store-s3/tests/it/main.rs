@@ -206,7 +206,9 @@ fn a_snapshot_is_pushed_pulled_and_read_before_it_is_here() {
     }
     let kept = std::fs::read_dir(at.path().join("there/chunks")).expect("there");
     assert!((1..=3).contains(&kept.count()), "what was read of three windows is kept");
-    there.fetch_chunks("web", &remote, &Work::new(2)).expect("fetched");
+    there
+        .fetch_chunks(&there.missing("web", 0).expect("there"), &remote, &Work::new(2))
+        .expect("fetched");
     assert_eq!(there.open("web").expect("opens").origin(), None);
     // Nothing of the remote store is needed any more.
     remote.remove("web", false).expect("removed");

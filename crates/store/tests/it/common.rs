@@ -48,6 +48,8 @@ pub(crate) struct Memory {
     /// What outlasts a power cut.
     synced: Mutex<BTreeMap<String, Vec<u8>>>,
     hook: Hook,
+    /// Chunks that were read, in order.
+    read: Mutex<Vec<String>>,
     /// What can't be read, as on a bad sector.
     unreadable: Mutex<String>,
     /// Calls until the first that fails; negative once it has. Never, if it begins high.
@@ -62,7 +64,13 @@ impl Memory {
     pub(crate) fn of(map: BTreeMap<String, Vec<u8>>) -> Arc<Self> {
         let (synced, map) = (Mutex::new(map.clone()), Mutex::new(map));
         let left = AtomicI64::new(i64::MAX);
-        Arc::new(Self { map, synced, hook: Hook::default(), unreadable: Mutex::default(), left })
+        let (hook, read, unreadable) = (Hook::default(), Mutex::default(), Mutex::default());
+        Arc::new(Self { map, synced, hook, read, unreadable, left })
+    }
+
+    /// The chunks that were read since the last call of this, in order, by hash.
+    pub(crate) fn take_read(&self) -> Vec<String> {
+        std::mem::take(&mut self.read.lock().expect("no panic"))
     }
 
     pub(crate) fn fail_after(&self, calls: i64) {
@@ -161,6 +169,10 @@ impl Blobs for Memory {
 
     fn get(&self, key: &str) -> Result<Vec<u8>, BlobError> {
         self.call(key)?;
+        if let Some(chunk) = key.strip_prefix("chunks/") {
+            let hash = chunk.rsplit('/').next().unwrap_or_default();
+            self.read.lock().expect("no panic").push(hash.to_owned());
+        }
         self.hook.run("get", key);
         if *self.unreadable.lock().expect("no panic") == key {
             return Err(self.failed("read", key, "bad sector"));

@@ -341,7 +341,7 @@ fn a_crash_while_pulling_leaves_nothing_or_what_can_be_completed() {
     create(&remote, delta("top", &made, &base, &top), &top).expect("created");
     let pull = |store: &Store| {
         store.adopt_from("top", &remote, "r", &Work::new(1))?;
-        store.fetch_chunks("top", &remote, &Work::new(1))
+        store.fetch_chunks(&store.missing("top", 0)?, &remote, &Work::new(1))
     };
     at_each_step(&Memory::new(), pull, |_, after, _| {
         after.collect().expect("collected");

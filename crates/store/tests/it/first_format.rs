@@ -138,7 +138,9 @@ fn old_snapshots_and_exports_go_to_other_stores() {
         [pushed, pulled, imported].map(|memory| Store::new(memory).expect("store"));
     from.copy_to("top", &pushed, &Work::new(2)).expect("pushed");
     pulled.adopt_from("top", &from, "there", &Work::new(1)).expect("adopted");
-    pulled.fetch_chunks("top", &from, &Work::new(2)).expect("fetched");
+    pulled
+        .fetch_chunks(&pulled.missing("top", 0).expect("there"), &from, &Work::new(2))
+        .expect("fetched");
     let stream = &fixture()[EXPORT];
     imported.import(&mut &stream[..], None, &Work::new(2)).expect("imported");
     for store in [pushed, pulled, imported] {

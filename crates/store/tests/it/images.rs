@@ -182,7 +182,7 @@ proptest! {
         // What was read is kept, so another one shows what is fetched.
         let fetched = Store::new(Memory::new()).expect("store");
         fetched.adopt_from(top, &store, "there", &Work::new(1)).expect("adopted");
-        fetched.fetch_chunks(top, &store, &Work::new(2)).expect("fetched");
+        fetched.fetch_chunks(&fetched.missing(top, 0).expect("there"), &store, &Work::new(2)).expect("fetched");
         check_family(&fetched, top, &all, &options());
     }
 

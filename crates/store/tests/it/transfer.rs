@@ -342,11 +342,115 @@ fn a_pulled_snapshot_is_read_before_its_chunks_are_here_and_then_completed() {
     assert_eq!(read_chain(&chain(&here.store, "top"), &options), top);
     here.store.collect().expect("collected");
     assert_eq!(here.memory.chunks(), 6);
-    here.store.fetch_chunks("top", &remote.store, &Work::new(2)).expect("fetched");
+    here.store
+        .fetch_chunks(&here.store.missing("top", 0).expect("there"), &remote.store, &Work::new(2))
+        .expect("fetched");
     assert_eq!(here.store.open("top").expect("opens").origin(), None);
     check(&here.store, "top", &top);
     check(&here.store, "base", &base);
     assert_eq!(here.memory.content(), remote.memory.content());
+}
+
+/// `top` elsewhere, of 64 pages that differ, adopted here.
+fn adopted() -> (Place, Place, Guest) {
+    let (remote, here) = (place(), place());
+    let guest: Guest = (1..=64).collect();
+    create(&remote.store, draft("top", &guest), &guest).expect("created");
+    here.store.adopt_from("top", &remote.store, "r", &Work::new(1)).expect("adopted");
+    remote.memory.take_read();
+    (remote, here, guest)
+}
+
+fn chunk_of(store: &Store, page: u64) -> String {
+    let memory = memory_of(store, "top");
+    let window = memory.table().window_of(range(page, 1).start()).expect("it has one");
+    window.hash.to_hex().to_string()
+}
+
+#[test]
+fn what_is_preferred_is_fetched_first() {
+    let (remote, here, guest) = adopted();
+    let id = here.store.descriptor("top").expect("there").id;
+    let missing = here.store.missing("top", 0).expect("there");
+    missing.prefer(id, &Role::Memory, &[range(60, 4), range(4_000, 9)]);
+    // What is preferred later is more urgent.
+    missing.prefer(id, &Role::Memory, &[range(40, 1)]);
+    here.store.fetch_chunks(&missing, &remote.store, &Work::new(1)).expect("fetched");
+    let first: Vec<_> = [40, 60, 0].map(|page| chunk_of(&here.store, page)).into();
+    assert_eq!(remote.memory.take_read()[..3], first);
+    check(&here.store, "top", &guest);
+}
+
+#[test]
+fn a_chunk_that_is_read_while_it_is_fetched_comes_once() {
+    let (remote, here, guest) = adopted();
+    let memory = memory_of(&here.store, "top");
+    let options =
+        SourceOptions { hot: HotChunks::new(1 << 20), remote: Some(remote.memory.clone()) };
+    let source = memory.source(options);
+    let (begun, has_begun) = std::sync::mpsc::channel();
+    let (go_on, may_go_on) = std::sync::mpsc::channel::<()>();
+    remote.memory.at("get", "chunks/", move || {
+        begun.send(()).expect("waited for");
+        may_go_on.recv_timeout(std::time::Duration::from_secs(10)).expect("in time");
+    });
+    std::thread::scope(|scope| {
+        let missing = here.store.missing("top", 0).expect("there");
+        let (store, other) = (&here.store, &remote.store);
+        let fetch = scope.spawn(move || store.fetch_chunks(&missing, other, &Work::new(1)));
+        has_begun.recv_timeout(std::time::Duration::from_secs(10)).expect("in time");
+        // It reads the chunk that comes just now.
+        let read = scope.spawn(|| {
+            let mut bytes = vec![0; PAGE];
+            source.read(range(0, 1), &mut bytes).map(|()| bytes)
+        });
+        std::thread::park_timeout(std::time::Duration::from_millis(50));
+        assert!(!read.is_finished());
+        go_on.send(()).expect("waits");
+        assert_eq!(read.join().expect("ended").expect("reads"), page_of(guest[0]));
+        fetch.join().expect("ended").expect("fetched");
+    });
+    let mut read = remote.memory.take_read();
+    let count = read.len();
+    read.sort_unstable();
+    read.dedup();
+    assert_eq!(read.len(), count, "no chunk comes twice");
+    let fetched = here.store.take_fetched();
+    assert_eq!((fetched.waited, fetched.ahead), (0, count as u64));
+    assert_eq!(here.store.take_fetched(), vmfork_store::Fetched::default());
+}
+
+#[test]
+fn what_is_preferred_late_goes_before_what_has_no_turn_yet() {
+    let (remote, here, guest) = adopted();
+    let memory = memory_of(&here.store, "top");
+    let options =
+        SourceOptions { hot: HotChunks::new(1 << 20), remote: Some(remote.memory.clone()) };
+    let source = memory.source(options);
+    let (begun, has_begun) = std::sync::mpsc::channel();
+    let (go_on, may_go_on) = std::sync::mpsc::channel::<()>();
+    remote.memory.at("get", "chunks/", move || {
+        begun.send(()).expect("waited for");
+        may_go_on.recv_timeout(std::time::Duration::from_secs(10)).expect("in time");
+    });
+    let id = here.store.descriptor("top").expect("there").id;
+    let missing = here.store.missing("top", 0).expect("there");
+    std::thread::scope(|scope| {
+        let read = scope.spawn(|| source.read(range(0, 1), &mut [0; PAGE]));
+        has_begun.recv_timeout(std::time::Duration::from_secs(10)).expect("in time");
+        // While that waits, one thread has a turn, and a chunk.
+        let fetch = || here.store.fetch_chunks(&missing, &remote.store, &Work::new(4));
+        let fetch = scope.spawn(fetch);
+        std::thread::park_timeout(std::time::Duration::from_millis(50));
+        missing.prefer(id, &Role::Memory, &[range(56, 1)]);
+        go_on.send(()).expect("waits");
+        read.join().expect("ended").expect("reads");
+        fetch.join().expect("ended").expect("fetched");
+    });
+    let (read, wanted) = (remote.memory.take_read(), chunk_of(&here.store, 56));
+    let at = read.iter().position(|chunk| *chunk == wanted).expect("fetched");
+    assert!(at <= 2, "it came as number {at}");
+    check(&here.store, "top", &guest);
 }
 
 #[test]
@@ -358,13 +462,18 @@ fn fetching_replaces_what_is_torn_and_stops_when_told() {
     here.memory.map.lock().expect("no panic").extend(torn.map(|key| (key, Vec::new())));
     let cancelled = Work::new(2);
     cancelled.cancelled.store(true, std::sync::atomic::Ordering::Relaxed);
-    let error = here.store.fetch_chunks("top", &remote.store, &cancelled).expect_err("cancelled");
+    let error = here
+        .store
+        .fetch_chunks(&here.store.missing("top", 0).expect("there"), &remote.store, &cancelled)
+        .expect_err("cancelled");
     assert!(matches!(error, StoreError::Cancelled));
     assert!(here.store.open("top").expect("opens").origin().is_some());
     // What was adopted is no reason to believe that a chunk is whole.
     create(&here.store, draft("other", &top), &top).expect("created");
     check(&here.store, "other", &top);
-    here.store.fetch_chunks("top", &remote.store, &Work::new(2)).expect("fetched");
+    here.store
+        .fetch_chunks(&here.store.missing("top", 0).expect("there"), &remote.store, &Work::new(2))
+        .expect("fetched");
     check(&here.store, "top", &top);
     let again =
         here.store.adopt_from("top", &remote.store, "r", &Work::new(1)).expect("here already");
@@ -404,7 +513,10 @@ fn what_is_adopted_anew_while_chunks_are_fetched_is_not_taken_for_complete() {
         there.adopt_from("top", &other.store, "other", &Work::new(1)).expect("adopted");
         there.collect().expect("collected");
     });
-    let error = here.store.fetch_chunks("top", &remote.store, &Work::new(1)).expect_err("another");
+    let error = here
+        .store
+        .fetch_chunks(&here.store.missing("top", 0).expect("there"), &remote.store, &Work::new(1))
+        .expect_err("another");
     assert!(matches!(error, StoreError::NotFound { .. }), "{error}");
     assert_eq!(here.store.origin("top").expect("reads").as_deref(), Some("other"));
 }
@@ -423,7 +535,10 @@ fn a_remote_chunk_that_is_damaged_is_neither_served_nor_kept() {
     let source = stored.image(&Role::Memory).expect("has one").source(options);
     let error = source.read(range(0, 1), &mut [0; PAGE]).expect_err("damaged");
     assert_eq!(error.kind(), io::ErrorKind::InvalidData);
-    let error = here.store.fetch_chunks("top", &remote.store, &Work::new(2)).expect_err("damaged");
+    let error = here
+        .store
+        .fetch_chunks(&here.store.missing("top", 0).expect("there"), &remote.store, &Work::new(2))
+        .expect_err("damaged");
     assert!(matches!(error, StoreError::Damaged(_)), "{error}");
     assert_eq!(here.memory.chunks(), 0);
 }

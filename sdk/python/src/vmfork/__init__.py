@@ -66,6 +66,7 @@ from ._models import (
     HostDisk,
     HostInfo,
     Image,
+    ImageProfile,
     LostVm,
     MemoryInfo,
     PoolInfo,
@@ -79,6 +80,7 @@ from ._models import (
     VmDetail,
     VmInfo,
     VmState,
+    WorkloadProfile,
 )
 from ._new_disk import NewDisk
 from ._snapshot_models import (
@@ -148,6 +150,7 @@ __all__ = [
     "HostInfo",
     "HostsMissing",
     "Image",
+    "ImageProfile",
     "ImageRole",
     "InternalError",
     "LostVm",
@@ -191,5 +194,6 @@ __all__ = [
     "VmforkError",
     "VolumeInfo",
     "Volumes",
+    "WorkloadProfile",
     "__version__",
 ]

@@ -39,6 +39,7 @@ from ._models import (
     HostDisk,
     HostInfo,
     Image,
+    ImageProfile,
     Root,
     RootDevice,
     TreeNode,
@@ -207,6 +208,14 @@ class Client:
     def unseed_image(self, name: str) -> None:
         """End that, and remove the copy. What other hosts have pulled stays with them."""
         self._send(protocol.unseed_image(name, self._timeout))
+
+    def image_profile(self, name: str) -> ImageProfile:
+        """What VMs read of an image, by workload: what is fetched first where it is pulled."""
+        return self._send(protocol.image_profile(name, self._timeout))
+
+    def reset_image_profile(self, name: str) -> None:
+        """Forget that."""
+        self._send(protocol.reset_image_profile(name, self._timeout))
 
     def disks(self) -> list[HostDisk]:
         """The disks of this host: those of VMs, and those that VMs of earlier daemons left."""

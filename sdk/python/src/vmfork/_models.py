@@ -28,6 +28,7 @@ __all__ = [
     "ForkStages",
     "HostInfo",
     "Image",
+    "ImageProfile",
     "LostVm",
     "MemoryInfo",
     "PoolInfo",
@@ -40,6 +41,7 @@ __all__ = [
     "VmDetail",
     "VmInfo",
     "VmState",
+    "WorkloadProfile",
 ]
 
 
@@ -491,6 +493,29 @@ class Image:
     """Where it was pulled from, while its root depends on that."""
     seeded: bool = False
     """Whether other hosts of the cluster can pull it from this one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadProfile:
+    """What VMs of one workload read of an image."""
+
+    workload: str
+    runs: int
+    """How many runs it was learnt from."""
+    read_bytes: int = 0
+    """What at least half of the runs read."""
+    read_bytes_any: int = 0
+    """What any run read that is not forgotten."""
+    half_ms: float = 0.0
+    """When half of ``read_bytes`` was read on average, in ms after the start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageProfile:
+    """What is known of how VMs use a guest image."""
+
+    workloads: tuple[WorkloadProfile, ...] = ()
+    """A VM's label ``workload`` says which is its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ from ._models import (
     HostDisk,
     HostInfo,
     Image,
+    ImageProfile,
     Root,
     RootDevice,
     TreeNode,
@@ -150,6 +151,18 @@ def seed_image(name: str, timeout: Timeout) -> Call[Image]:
 def unseed_image(name: str, timeout: Timeout) -> Call[None]:
     path = f"{API}/images/{_segment(name, 'image')}/seed"
     return Call(f"stop seeding image `{name}`", "DELETE", path, _nothing, timeout.request_s)
+
+
+def image_profile(name: str, timeout: Timeout) -> Call[ImageProfile]:
+    path = f"{API}/images/{_segment(name, 'image')}/profile"
+    what = f"look at the profile of image `{name}`"
+    return Call(what, "GET", path, _model(ImageProfile), timeout.request_s)
+
+
+def reset_image_profile(name: str, timeout: Timeout) -> Call[None]:
+    path = f"{API}/images/{_segment(name, 'image')}/profile"
+    what = f"reset the profile of image `{name}`"
+    return Call(what, "DELETE", path, _nothing, timeout.request_s)
 
 
 def disks(timeout: Timeout) -> Call[list[HostDisk]]:
