@@ -1,10 +1,13 @@
-"""Records what real clones touch, for `crates/sim`: `python3 -m bench.traces`.
+"""Records what real VMs touch, for `crates/sim`: `python3 -m bench.traces`.
 
 A VM forks onto another host (two daemons in network namespaces on this machine), and the clone does
 a job. The daemon there tells, at the log level `trace`, of each page that the clone waits for;
 while it does, pages come one by one and none ahead, so that all first touches are seen. How long
 pages take to come is left out: what is written is the time in which the clone waited for none. What
 is left of a fault's cost, some 50 us until the guest goes on, is in it.
+
+Of VMs that boot from an image it is what they read of the image's root, which the daemon serves
+from its store. All of it is there, and the kernel has the files in memory.
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ from pathlib import Path
 
 from . import world as w
 from .cluster import Cluster, cluster, rest
+from .scenarios.streamed import WORK as STREAMED
 
 FILTER = "info,vmfork_engine::touches=trace"
+FILTER_READS = "info,vmfork_snapshots::reads=trace"
 
 MEMORY_MIB = 1024
 
@@ -57,6 +62,16 @@ JOBS = [
         "cat /dev/shm/set | wc -c",
     ),
 ]
+
+
+#: What VMs do after they have booted, by the names of their traces.
+BOOTS = [
+    Job("boot", "boots from an image and answers `true`", "", "true"),
+    Job("boot-python", "boots from an image, reads Python's library and starts it", "", STREAMED),
+]
+
+IMAGE_MEMORY_MIB = 256
+_READ = re.compile(r"TRACE .*reads: reads range=(?P<page>\d+)\+(?P<pages>\d+) at_us=(?P<us>\d+)$")
 
 
 @dataclass
@@ -115,10 +130,28 @@ def runs(all_touches: Iterable[Touch]) -> list[Touch]:
     return made
 
 
+def reads(log: Iterable[str], end_us: int) -> list[Touch]:
+    """What a log tells that a VM read of its image: each page once. The last one is touched again
+    at the end."""
+    found: list[Touch] = []
+    seen: set[int] = set()
+    for event in filter(None, map(_READ.search, log)):
+        first = int(event["page"])
+        for page in range(first, first + int(event["pages"])):
+            if page not in seen:
+                seen.add(page)
+                found.append(Touch(int(event["us"]), page, 1, False))
+    if found:
+        found.append(Touch(max(end_us, found[-1].us), found[-1].page, 1, False))
+    return found
+
+
 def text(job: Job, all_touches: list[Touch]) -> str:
+    who = "A clone on another host" if job not in BOOTS else "A VM"
+    memory_mib = MEMORY_MIB if job not in BOOTS else IMAGE_MEMORY_MIB
     lines = [
-        f"# A clone on another host that {job.what}; its VM has {MEMORY_MIB} MiB.",
-        "# Recorded by `python3 -m bench.traces` (two hosts, TCG): the time in us in which it waited for no page, page+pages, read or write.",
+        f"# {who} that {job.what}; its VM has {memory_mib} MiB.",
+        "# Recorded by `python3 -m bench.traces` (TCG): the time in us in which it waited for no page, page+pages, read or write.",
     ]
     for touch in runs(all_touches):
         pages = f"+{touch.pages}" if touch.pages > 1 else ""
@@ -146,9 +179,28 @@ def record(world: w.World, made: Cluster, job: Job) -> str:
         vm.remove(force=True)
 
 
+def record_boots(world: w.World, jobs: list[Job]) -> Iterator[tuple[Job, str]]:
+    """VMs of an image whose root is in the store, all of it."""
+    with world.daemon(pool=0, flags=["--log-level", FILTER_READS]) as (daemon, client):
+        folder = str(daemon.folder / "images")
+        client.push_image(world.image, folder)
+        client.remove_image(world.image)
+        client.pull_image(world.image, folder)
+        w.eventually(lambda: client.images()[0].remote is None, 120, "all of it is in the store")
+        for job in jobs:
+            # Twice: the second one finds the store's files in memory.
+            for _ in range(2):
+                begin, began = daemon.log.stat().st_size, w.now_ms()
+                with client.run(world.image, memory_mib=IMAGE_MEMORY_MIB) as vm:
+                    vm.exec(job.job, check=True, timeout_s=600)
+                    end_us, end = round((w.now_ms() - began) * 1000), daemon.log.stat().st_size
+            told = daemon.log.read_bytes()[begin:end].decode(errors="replace").splitlines()
+            yield job, text(job, reads(told, end_us))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python3 -m bench.traces", description="Record what clones touch.")
-    parser.add_argument("--only", action="append", choices=[job.name for job in JOBS], metavar="JOB")
+    parser.add_argument("--only", action="append", choices=[job.name for job in JOBS + BOOTS], metavar="JOB")
     parser.add_argument("--out", type=Path, default=w.ROOT / "crates" / "sim" / "traces", metavar="DIR")
     options = parser.parse_args()
     from harness import processes
@@ -156,14 +208,23 @@ def main() -> int:
     processes.become_subreaper()
     world = w.World(rounds=1, quick=True)
     options.out.mkdir(parents=True, exist_ok=True)
-    with cluster(world, 2, pool=0, more_flags=["--log-level", FILTER]) as made:
-        for job in JOBS:
-            if options.only and job.name not in options.only:
-                continue
+    wanted = {job.name for job in JOBS + BOOTS if not options.only or job.name in options.only}
+
+    def keep(job: Job, content: str, began: float) -> None:
+        file = options.out / f"{job.name}.trace"
+        file.write_text(content)
+        world.say(f"{job.name}: {file.stat().st_size >> 10} KiB in {time.monotonic() - began:.0f} s")
+
+    if clones := [job for job in JOBS if job.name in wanted]:
+        with cluster(world, 2, pool=0, more_flags=["--log-level", FILTER]) as made:
+            for job in clones:
+                began = time.monotonic()
+                keep(job, record(world, made, job), began)
+    if boots := [job for job in BOOTS if job.name in wanted]:
+        began = time.monotonic()
+        for job, content in record_boots(world, boots):
+            keep(job, content, began)
             began = time.monotonic()
-            file = options.out / f"{job.name}.trace"
-            file.write_text(record(world, made, job))
-            world.say(f"{job.name}: {file.stat().st_size >> 10} KiB in {time.monotonic() - began:.0f} s")
     return 0
 
 

@@ -34,7 +34,7 @@ struct Line<'a> {
 }
 
 /// Against the number of hosts: when the last clone is through; what the parent's host sends over
-/// what one host gets; and the bytes per host. All axes are logarithmic. The values of the fluid
+/// what one host gets; and the bytes per host. All axes are logarithmic. The values of the
 /// model are in each that it covers.
 pub fn svg(rows: &[Row]) -> String {
     let (width, height) = (3.0 * PITCH, HEIGHT + 2.0 * MARGIN);

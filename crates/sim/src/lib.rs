@@ -5,7 +5,7 @@
 //!   Scenario ──► World: events by time ──► hosts: Scheduler, Receiver, Read, Swarm; Sender, Spread (vmfork-policy)
 //!      ▲           │        ▲                 │ requests, pages, what is held, who else has them
 //!   Trace          │        └── Network: links, loss, deaths, partitions ◄──┘
-//!                  └──► Ledger: are the promises kept? ──► Report ──► table, beside the fluid model
+//!                  └──► Ledger: are the promises kept? ──► Report ──► table, beside the model
 //! ```
 //!
 //! One host, number 0, has the image: the parent's. Each other one runs a clone, which follows a
@@ -33,6 +33,7 @@
 mod cache;
 mod client;
 mod draw;
+mod evaluation;
 mod events;
 mod host;
 mod ledger;
@@ -47,7 +48,8 @@ mod trace;
 mod world;
 
 pub use draw::svg;
-pub use model::{Fluid, Need};
+pub use evaluation::{Evaluated, Evaluation, Ratio};
+pub use model::{Distribution, Network, Playback, Policy, SERVICE};
 pub use report::{Outcome, Report};
 pub use scenario::{Death, Link, Mode, Partition, Scenario, ScenarioError, Slow};
 pub use table::{Row, table};

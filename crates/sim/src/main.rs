@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
 use clap::{Args, Parser, Subcommand};
-use vmfork_sim::{Link, Mode, RECORDED, Row, Scenario, Trace, table};
+use vmfork_sim::{Evaluated, Evaluation, Link, Mode, RECORDED, Row, Scenario, Trace, table};
 
 /// Simulates how the pages of a VM that was forked come to many hosts.
 #[derive(Debug, Parser)]
@@ -21,8 +21,37 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Completion time and bytes per host against the number of hosts, beside a fluid model.
+    /// Completion time and bytes per host against the number of hosts, beside vmTorrent's model.
     Table(Table),
+    /// vmTorrent's evaluation: run time over that with the image in memory, simulated and, in
+    /// brackets, by its model.
+    Vmtorrent(Vmtorrent),
+}
+
+#[derive(Debug, Args)]
+struct Vmtorrent {
+    /// Numbers of hosts that run a VM, beside the server.
+    #[arg(long, value_delimiter = ',', default_value = "1,2,4,8,16,32,64,100")]
+    hosts: Vec<usize>,
+    /// What each VM does: `boot`, `boot-python`, or another recorded trace.
+    #[arg(long, value_name = "NAME", default_value = "boot-python")]
+    trace: String,
+    #[arg(long, value_name = "MIB", default_value_t = 1024)]
+    image: u64,
+    /// The links' speed, in Mbit/s.
+    #[arg(long, value_name = "MBIT", default_value_t = 100)]
+    link: u64,
+    /// One way, in microseconds.
+    #[arg(long, value_name = "US", default_value_t = 100)]
+    latency: u64,
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// With more hosts, only the model's figures.
+    #[arg(long, value_name = "N", default_value_t = 1024)]
+    simulate_up_to: usize,
+    /// One JSON object for each number of hosts, in an array.
+    #[arg(long)]
+    json: bool,
 }
 
 #[derive(Debug, Args)]
@@ -36,8 +65,9 @@ struct Table {
     #[arg(long, default_value_t = 1)]
     seed: u64,
     /// Recorded from real clones: `scan` reads 256 MiB of its parent's, `python` starts a program,
-    /// `idle` runs `true`. Made up: `database` reads the whole image in order; `clone` a tenth of
-    /// it, in a few zones. Else a file with lines `micros page[+pages] r|w`.
+    /// `idle` runs `true`. Of VMs that boot from an image: `boot`, `boot-python`. Made up:
+    /// `database` reads the whole image in order; `clone` a tenth of it, in a few zones. Else a
+    /// file with lines `micros page[+pages] r|w`.
     #[arg(long, value_name = "NAME|FILE", default_value = "scan")]
     trace: String,
     #[arg(long, value_name = "MIB", default_value_t = 1024)]
@@ -75,18 +105,59 @@ struct Table {
 }
 
 fn main() -> Result<()> {
-    let Command::Table(options) = Cli::parse().command;
+    match Cli::parse().command {
+        Command::Table(options) => print_table(&options),
+        Command::Vmtorrent(options) => print_evaluation(&options),
+    }
+}
+
+fn print_evaluation(options: &Vmtorrent) -> Result<()> {
+    let pages = options.image.saturating_mul(256);
+    let recorded = RECORDED.iter().find(|recorded| recorded.name == options.trace);
+    let recorded = recorded.with_context(|| format!("there is no trace `{}`", options.trace))?;
+    let trace = Rc::new(recorded.trace(pages)?);
+    let link = Link {
+        bytes_per_s: options.link * 1_000_000 / 8,
+        latency: Duration::from_micros(options.latency),
+        ..Link::default()
+    };
+    let (seed, hosts_simulated_max) = (options.seed, options.simulate_up_to);
+    let evaluation = Evaluation { trace, pages, link, seed, hosts_simulated_max };
+    let mut out = std::io::stdout().lock();
+    let mut all = Vec::new();
+    if !options.json {
+        writeln!(out, "{}", Evaluated::header())?;
+    }
+    for hosts in &options.hosts {
+        let evaluated = evaluation.of(*hosts)?;
+        if !options.json {
+            writeln!(out, "{}", evaluated.line())?;
+        }
+        all.push(evaluated);
+    }
+    if options.json {
+        serde_json::to_writer_pretty(&mut out, &all).context("write the figures")?;
+        writeln!(out)?;
+    }
+    let broken: usize = all.iter().map(|evaluated| evaluated.violations.len()).sum();
+    if broken > 0 {
+        bail!("{broken} promises were broken; the rows say which");
+    }
+    Ok(())
+}
+
+fn print_table(options: &Table) -> Result<()> {
     let mut out = std::io::stdout().lock();
     let as_text = !options.json && !options.svg;
     if as_text {
         writeln!(out, "{}", Row::header())?;
     }
-    let traces = Traces::read(&options)?;
+    let traces = Traces::read(options)?;
     let mut written = Ok(());
     let rows = table(
         &options.hosts,
         &options.mode,
-        |mode, hosts| traces.scenario(&options, mode, hosts),
+        |mode, hosts| traces.scenario(options, mode, hosts),
         |row| {
             if as_text && written.is_ok() {
                 written = writeln!(out, "{}", row.line());

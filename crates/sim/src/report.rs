@@ -56,6 +56,16 @@ impl Report {
         ends.max().unwrap_or_default()
     }
 
+    /// When the clones that lived were through, on average.
+    pub fn mean_completion(&self) -> Duration {
+        let ends = self.outcomes.iter().filter_map(|outcome| match outcome {
+            Outcome::Done { at } | Outcome::Stopped { at, .. } => Some(*at),
+            Outcome::Died | Outcome::Waits { .. } => None,
+        });
+        let (count, sum) = ends.fold((0, Duration::ZERO), |(count, sum), at| (count + 1, sum + at));
+        sum.checked_div(count).unwrap_or_default()
+    }
+
     /// Whether all clones are through.
     pub fn all_done(&self) -> bool {
         self.outcomes.iter().all(|outcome| matches!(outcome, Outcome::Done { .. }))

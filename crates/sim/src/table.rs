@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde::Serialize;
 use vmfork_policy::transfer::swarm::UNIT_PAGES;
 
-use crate::model::Need;
+use crate::model::{Distribution, Network, Playback, Policy, SERVICE};
 use crate::report::Report;
 use crate::scenario::{Mode, Scenario, ScenarioError, wire_bytes};
 use crate::world::simulate;
@@ -18,8 +18,9 @@ pub struct Row {
     pub hosts: usize,
     pub mode: String,
     pub ahead: bool,
-    /// When the last clone was through, and what the fluid model says.
+    /// When the last clone was through, when they were on average, and what vmTorrent's model says.
     pub completion_ms: u64,
+    pub mean_ms: u64,
     pub model_ms: u64,
     /// What each clone takes if it never waits.
     pub compute_ms: u64,
@@ -71,18 +72,7 @@ impl Row {
     fn new(scenario: &Scenario, report: &Report) -> Self {
         let hosts = scenario.traces.len();
         let ahead = !scenario.ahead.is_empty() || scenario.hydrates;
-        let need = need(scenario);
-        let fluid = need.fluid();
-        let model = match (scenario.mode, ahead) {
-            (Mode::Unicast, true) => fluid.prefetch_central,
-            (Mode::Unicast, false) => fluid.demand_central,
-            (Mode::Swarm, true) => fluid.prefetch_swarm,
-            (Mode::Swarm, false) => fluid.demand_swarm,
-            // What each waits for is in flight to all: demand alone waits for no less than by
-            // unicast on one host.
-            (Mode::Multicast, true) => fluid.multicast,
-            (Mode::Multicast, false) => Need { hosts: 1, ..need }.fluid().demand_central,
-        };
+        let playback = playback(scenario);
         let received_bytes = report.mean_received_bytes();
         let origin_sent_bytes = report.sent_bytes.first().copied().unwrap_or(0);
         let sent = report.multicast;
@@ -91,11 +81,16 @@ impl Row {
             mode: scenario.mode.to_string(),
             ahead,
             completion_ms: millis(report.completion()),
-            model_ms: millis(model),
-            compute_ms: millis(need.compute),
+            mean_ms: millis(report.mean_completion()),
+            model_ms: millis(Self::model(scenario)),
+            compute_ms: millis(playback.own()),
             origin_sent_bytes,
             origin_sent_over_one: ratio(origin_sent_bytes, received_bytes),
-            need_bytes: need.bytes,
+            need_bytes: if scenario.hydrates {
+                wire_bytes(scenario.pages)
+            } else {
+                playback.bytes()
+            },
             received_bytes,
             peer_sent_bytes: report.mean_peer_sent_bytes(),
             waits: report.waits / (hosts as u64).max(1),
@@ -108,6 +103,14 @@ impl Row {
             violations: report.violations.clone(),
             events: report.events,
         }
+    }
+
+    /// When a clone is through, by vmTorrent's model.
+    pub(crate) fn model(scenario: &Scenario) -> Duration {
+        let ahead = !scenario.ahead.is_empty() || scenario.hydrates;
+        let policy = if ahead { Policy::Profile } else { Policy::Demand };
+        let rate = network(scenario).rate(distribution(scenario.mode), policy);
+        playback(scenario).through(policy, rate)
     }
 
     /// The line above rows.
@@ -146,19 +149,28 @@ fn is_done(outcome: &crate::Outcome) -> bool {
     matches!(outcome, crate::Outcome::Done { .. })
 }
 
-/// What the clones of a scenario need, as if each had the first one's trace.
-fn need(scenario: &Scenario) -> Need {
+/// What the clones of a scenario access, as if each had the first one's trace.
+fn playback(scenario: &Scenario) -> Playback {
     let none = Rc::default();
     let trace = scenario.traces.first().unwrap_or(&none);
-    let fetched = trace.fetched_pages(UNIT_PAGES, scenario.pages);
-    let needed = if scenario.hydrates { scenario.pages } else { fetched };
-    Need {
+    trace.playback(UNIT_PAGES, scenario.pages, wire_bytes)
+}
+
+fn network(scenario: &Scenario) -> Network {
+    Network {
         hosts: scenario.traces.len() as u64,
-        bytes: wire_bytes(needed),
         bytes_per_s: scenario.link.bytes_per_s,
-        compute: trace.compute(),
-        faults: fetched.div_ceil(UNIT_PAGES),
+        piece_bytes: wire_bytes(UNIT_PAGES),
         round_trip: scenario.link.latency * 2,
+        service: SERVICE,
+    }
+}
+
+fn distribution(mode: Mode) -> Distribution {
+    match mode {
+        Mode::Unicast => Distribution::Central,
+        Mode::Multicast => Distribution::Multicast,
+        Mode::Swarm => Distribution::Peers,
     }
 }
 

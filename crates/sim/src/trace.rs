@@ -7,6 +7,7 @@ use vmfork_image::{PAGES_MAX, PageIdx, PageRange};
 use vmfork_policy::transfer::Demanded;
 use vmfork_policy::transfer::swarm::UNIT_PAGES;
 
+use crate::model::Playback;
 use crate::random::Random;
 
 /// Most lines of a trace that is read: 1 GiB touched page by page, 64 times over.
@@ -28,16 +29,20 @@ pub struct Trace {
     steps: Vec<Step>,
 }
 
-/// A trace of a real clone in a VM of 1 GiB, as `python3 -m bench.traces` recorded it.
+/// A trace of a real VM, as `python3 -m bench.traces` recorded it. It is of a clone's memory of
+/// 1 GiB, or of the image that a VM booted from.
 #[derive(Debug, Clone, Copy)]
 pub struct Recorded {
     pub name: &'static str,
     text: &'static str,
 }
 
-/// One that hardly does anything, one that starts a program, and one that reads 256 MiB of its
-/// parent's (SnowFlock's BLAST, figure 4c).
-pub const RECORDED: [Recorded; 3] = [
+/// Clones: one that hardly does anything, one that starts a program, and one that reads 256 MiB of
+/// its parent's (SnowFlock's BLAST, figure 4c). VMs that boot: one that does nothing else, and one
+/// that starts a program.
+pub const RECORDED: [Recorded; 5] = [
+    Recorded { name: "boot", text: include_str!("../traces/boot.trace") },
+    Recorded { name: "boot-python", text: include_str!("../traces/boot-python.trace") },
     Recorded { name: "idle", text: include_str!("../traces/idle.trace") },
     Recorded { name: "python", text: include_str!("../traces/python.trace") },
     Recorded { name: "scan", text: include_str!("../traces/scan.trace") },
@@ -208,6 +213,20 @@ impl Trace {
             units.map(unit).for_each(|unit| demanded.record(unit));
         }
         demanded.runs().to_vec()
+    }
+
+    /// What it accesses, and when, in aligned windows of `unit_pages`, each when it is touched
+    /// first. `bytes` makes bytes of a number of pages.
+    pub fn playback(&self, unit_pages: u64, pages: u64, bytes: impl Fn(u64) -> u64) -> Playback {
+        let (unit_pages, mut units) = (unit_pages.max(1), BTreeSet::new());
+        let step = |step: &Step| {
+            let touched =
+                step.pages.start().0 / unit_pages..step.pages.end().0.div_ceil(unit_pages);
+            let new = touched.filter(|unit| units.insert(*unit));
+            let len = |unit: u64| unit_pages.min(pages.saturating_sub(unit * unit_pages));
+            (step.compute, bytes(new.map(len).sum()))
+        };
+        Playback::new(self.steps.iter().map(step).collect())
     }
 
     /// How many pages it touches in aligned windows of `unit_pages`, as they are fetched.

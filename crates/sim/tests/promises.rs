@@ -288,11 +288,7 @@ fn promises_hold_for_what_real_clones_touched() {
     for recorded in RECORDED {
         let trace = Rc::new(recorded.trace(PAGES).expect("a trace"));
         let touched = trace.fetched_pages(1, PAGES);
-        assert!(
-            touched > 1000 && trace.compute() > Duration::from_millis(100),
-            "{}",
-            recorded.name
-        );
+        assert!(touched > 500 && trace.compute() > Duration::from_millis(100), "{}", recorded.name);
         for mode in Mode::ALL {
             for seed in 0..4 {
                 let mut scenario = Scenario::new(mode, PAGES, 5, &trace);
