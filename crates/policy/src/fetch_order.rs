@@ -81,7 +81,7 @@ impl Iterator for FetchOrder {
 }
 
 /// So long after a read that something waited for, the next one is expected.
-const DEMAND_FOR: Duration = Duration::from_secs(5);
+const DEMAND_FOR: Duration = Duration::from_secs(1);
 /// A fetch that takes this many times as long as the fastest one waits in a line.
 const SLOW: u32 = 3;
 
@@ -94,7 +94,7 @@ const SLOW: u32 = 3;
 #[derive(Debug)]
 pub struct AheadLimit {
     max: usize,
-    /// Beside reads that something waits for: from 1 to `max`.
+    /// Soon after reads that something waited for: from [`floor`] to `max`.
     limit: usize,
     /// Fetches that were not slow, since the limit has changed.
     good: usize,
@@ -105,16 +105,30 @@ pub struct AheadLimit {
     fastest: Option<Duration>,
 }
 
+/// The least: fewer do not fill a link, since each takes its time at both ends, too.
+fn floor(max: usize) -> usize {
+    (max / 4).max(1)
+}
+
 impl AheadLimit {
     /// `max`: as many as the source takes, at least 1.
     pub fn new(max: usize) -> Self {
         let max = max.max(1);
-        Self { max, limit: 1, good: 0, in_flight: 0, waiting: 0, waited: None, fastest: None }
+        Self {
+            max,
+            limit: floor(max),
+            good: 0,
+            in_flight: 0,
+            waiting: 0,
+            waited: None,
+            fastest: None,
+        }
     }
 
     /// One source takes more at a time than another.
     pub fn raise(&mut self, max: usize) {
         self.max = self.max.max(max);
+        self.limit = self.limit.max(floor(self.max));
     }
 
     /// Begin a background fetch, if one more may be in flight. → whether it may.
@@ -139,7 +153,7 @@ impl AheadLimit {
         self.fastest = Some(fastest);
         self.good = if took > fastest * SLOW { 0 } else { self.good + 1 };
         match self.good {
-            0 => self.limit = (self.limit - 1).max(1),
+            0 => self.limit = (self.limit - 1).max(floor(self.max)),
             good if good >= self.limit => {
                 (self.limit, self.good) = ((self.limit + 1).min(self.max), 0);
             }
@@ -256,7 +270,7 @@ mod tests {
             begun
         };
         assert_eq!(most(&mut limit, 200, ms(10), 1), 8);
-        assert_eq!(most(&mut limit, 10, ms(100), 2), 1);
+        assert_eq!(most(&mut limit, 10, ms(100), 2), 2);
         // The source has become slower: that is no line.
         assert_eq!(most(&mut limit, 200, ms(100), 3), 8);
     }

@@ -206,7 +206,11 @@ impl Library {
         profiles: &ImageProfiles,
     ) -> Result<bool, SnapshotError> {
         let failed = |error| SnapshotError::from(GuestImageError::Images(Box::new(error)));
-        let now = self.core.images.metadata(&metadata.name).map_err(failed)?;
+        let now = match self.core.images.metadata(&metadata.name) {
+            // It was removed meanwhile.
+            Err(vmfork_guest_image::StoreError::NotFound { .. }) => return Ok(false),
+            now => now.map_err(failed)?,
+        };
         if let Some(stored) = now.stored().filter(|_| now.files == metadata.files) {
             self.snapshots.put_profiles(stored, profiles)?;
         }
@@ -286,7 +290,11 @@ fn root_role() -> Result<Role, SnapshotError> {
 impl Snapshots {
     /// Profiles go with what is stored of an image; none, if they are empty.
     fn put_profiles(&self, stored: &str, profiles: &ImageProfiles) -> Result<(), SnapshotError> {
-        let descriptor = self.store.descriptor(stored)?;
+        let descriptor = match self.store.descriptor(stored) {
+            // It was removed meanwhile.
+            Err(StoreError::NotFound { .. }) => return Ok(()),
+            descriptor => descriptor?,
+        };
         let role = root_role()?;
         if descriptor.image(&role).is_none() {
             return Ok(());
@@ -359,6 +367,11 @@ impl Snapshots {
             all.sort_by_key(|(_, profile)| profile.runs());
             all.into_iter()
                 .for_each(|(_, profile)| prefer_profile(&missing, descriptor.id, profile));
+            // No VM boots before it has the kernel and the initrd.
+            let root = root_role()?;
+            for image in descriptor.images.iter().filter(|image| image.role != root) {
+                missing.prefer(descriptor.id, &image.role, &[PageRange::first(image.pages())]);
+            }
         } else if descriptor.image(&Role::Memory).is_some()
             && let Ok(Some(set)) = self.store.working_set(name, &Role::Memory)
         {
