@@ -228,18 +228,6 @@ impl Trace {
         };
         Playback::new(self.steps.iter().map(step).collect())
     }
-
-    /// How many pages it touches in aligned windows of `unit_pages`, as they are fetched.
-    pub fn fetched_pages(&self, unit_pages: u64, pages: u64) -> u64 {
-        let unit_pages = unit_pages.max(1);
-        let mut units = BTreeSet::new();
-        for step in &self.steps {
-            units
-                .extend(step.pages.start().0 / unit_pages..step.pages.end().0.div_ceil(unit_pages));
-        }
-        let len = |unit: u64| unit_pages.min(pages.saturating_sub(unit * unit_pages));
-        units.into_iter().map(len).sum()
-    }
 }
 
 fn fields(text: &str) -> Option<(u64, PageRange, bool)> {
@@ -280,7 +268,7 @@ mod tests {
             ]
         );
         assert_eq!(
-            (trace.compute(), trace.fetched_pages(8, 11)),
+            (trace.compute(), trace.playback(8, 11, |pages| pages).bytes()),
             (Duration::from_micros(1500), 11)
         );
         let text = "0 40 r\n0 17+2 r\n9 41 w\n10 3 r\n11 47+2 r";

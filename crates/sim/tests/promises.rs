@@ -287,7 +287,7 @@ fn promises_hold_for_what_real_clones_touched() {
     const PAGES: u64 = 1 << 18;
     for recorded in RECORDED {
         let trace = Rc::new(recorded.trace(PAGES).expect("a trace"));
-        let touched = trace.fetched_pages(1, PAGES);
+        let touched = trace.playback(1, PAGES, |pages| pages).bytes();
         assert!(touched > 500 && trace.compute() > Duration::from_millis(100), "{}", recorded.name);
         for mode in Mode::ALL {
             for seed in 0..4 {

@@ -84,15 +84,7 @@ impl Profile {
     /// # Errors
     /// If the bytes are anything else: what, and where.
     pub fn decode(bytes: &[u8]) -> Result<Self, ProfileError> {
-        let mut reader = Reader::new(bytes);
-        let magic = reader.array("the magic number")?;
-        if magic != MAGIC {
-            return Err(ProfileError::Magic { found: magic, wanted: MAGIC });
-        }
-        let version = u32::from_le_bytes(reader.array("the version")?);
-        if version != VERSION {
-            return Err(ProfileError::Version { version });
-        }
+        let mut reader = Reader::begin(bytes, MAGIC, VERSION)?;
         let cluster_pages = u64::from(u32::from_le_bytes(reader.array("the cluster size")?));
         let pages = u64::from_le_bytes(reader.array("the number of pages")?);
         let mut profile = Self::new(pages, cluster_pages)?;
@@ -124,8 +116,21 @@ pub(super) struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    pub(super) fn new(bytes: &'a [u8]) -> Self {
-        Self { bytes, at: 0 }
+    /// Behind the magic number and the version.
+    pub(super) fn begin(
+        bytes: &'a [u8],
+        wanted: [u8; 8],
+        known: u32,
+    ) -> Result<Self, ProfileError> {
+        let mut reader = Self { bytes, at: 0 };
+        let found = reader.array("the magic number")?;
+        if found != wanted {
+            return Err(ProfileError::Magic { found, wanted });
+        }
+        match u32::from_le_bytes(reader.array("the version")?) {
+            version if version == known => Ok(reader),
+            version => Err(ProfileError::Version { version }),
+        }
     }
 
     /// Where the next byte is.

@@ -110,15 +110,7 @@ impl ImageProfiles {
     /// # Errors
     /// If the bytes are anything else: what, and where.
     pub fn decode(bytes: &[u8]) -> Result<Self, ProfileError> {
-        let mut reader = Reader::new(bytes);
-        let magic = reader.array("the magic number")?;
-        if magic != MAGIC {
-            return Err(ProfileError::Magic { found: magic, wanted: MAGIC });
-        }
-        let version = u32::from_le_bytes(reader.array("the version")?);
-        if version != VERSION {
-            return Err(ProfileError::Version { version });
-        }
+        let mut reader = Reader::begin(bytes, MAGIC, VERSION)?;
         let at = reader.at();
         let count = u32::from_le_bytes(reader.array("the number of workloads")?);
         if count as usize > WORKLOADS_MAX {

@@ -2,10 +2,14 @@
 
 use std::io;
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Duration;
 
 use proptest::prelude::*;
 use vmfork_image::PageSource as _;
-use vmfork_store::{Descriptor, Draft, HotChunks, Role, SourceOptions, Store, StoreError, Work};
+use vmfork_store::{
+    Blobs, Descriptor, Draft, HotChunks, Role, SourceOptions, Store, StoreError, StoredPages, Work,
+};
 
 use crate::common::*;
 use crate::images::{Images, draft_of, put, role};
@@ -361,6 +365,21 @@ fn adopted() -> (Place, Place, Guest) {
     (remote, here, guest)
 }
 
+/// A reader of what is adopted. The first chunk that is got from the remote store is told of, and
+/// held until it may go on.
+fn held(remote: &Place, here: &Place) -> (Arc<StoredPages>, Receiver<()>, Sender<()>) {
+    let remote_blobs = Some(remote.memory.clone() as Arc<dyn Blobs>);
+    let options = SourceOptions { hot: HotChunks::new(1 << 20), remote: remote_blobs };
+    let source = memory_of(&here.store, "top").source(options);
+    let (begun, has_begun) = channel();
+    let (go_on, may_go_on) = channel::<()>();
+    remote.memory.at("get", "chunks/", move || {
+        begun.send(()).expect("waited for");
+        may_go_on.recv_timeout(Duration::from_secs(10)).expect("in time");
+    });
+    (source, has_begun, go_on)
+}
+
 fn chunk_of(store: &Store, page: u64) -> String {
     let memory = memory_of(store, "top");
     let window = memory.table().window_of(range(page, 1).start()).expect("it has one");
@@ -384,27 +403,18 @@ fn what_is_preferred_is_fetched_first() {
 #[test]
 fn a_chunk_that_is_read_while_it_is_fetched_comes_once() {
     let (remote, here, guest) = adopted();
-    let memory = memory_of(&here.store, "top");
-    let options =
-        SourceOptions { hot: HotChunks::new(1 << 20), remote: Some(remote.memory.clone()) };
-    let source = memory.source(options);
-    let (begun, has_begun) = std::sync::mpsc::channel();
-    let (go_on, may_go_on) = std::sync::mpsc::channel::<()>();
-    remote.memory.at("get", "chunks/", move || {
-        begun.send(()).expect("waited for");
-        may_go_on.recv_timeout(std::time::Duration::from_secs(10)).expect("in time");
-    });
+    let (source, has_begun, go_on) = held(&remote, &here);
     std::thread::scope(|scope| {
         let missing = here.store.missing("top", 0).expect("there");
         let (store, other) = (&here.store, &remote.store);
         let fetch = scope.spawn(move || store.fetch_chunks(&missing, other, &Work::new(1)));
-        has_begun.recv_timeout(std::time::Duration::from_secs(10)).expect("in time");
+        has_begun.recv_timeout(Duration::from_secs(10)).expect("in time");
         // It reads the chunk that comes just now.
         let read = scope.spawn(|| {
             let mut bytes = vec![0; PAGE];
             source.read(range(0, 1), &mut bytes).map(|()| bytes)
         });
-        std::thread::park_timeout(std::time::Duration::from_millis(50));
+        std::thread::park_timeout(Duration::from_millis(50));
         assert!(!read.is_finished());
         go_on.send(()).expect("waits");
         assert_eq!(read.join().expect("ended").expect("reads"), page_of(guest[0]));
@@ -423,25 +433,16 @@ fn a_chunk_that_is_read_while_it_is_fetched_comes_once() {
 #[test]
 fn what_is_preferred_late_goes_before_what_has_no_turn_yet() {
     let (remote, here, guest) = adopted();
-    let memory = memory_of(&here.store, "top");
-    let options =
-        SourceOptions { hot: HotChunks::new(1 << 20), remote: Some(remote.memory.clone()) };
-    let source = memory.source(options);
-    let (begun, has_begun) = std::sync::mpsc::channel();
-    let (go_on, may_go_on) = std::sync::mpsc::channel::<()>();
-    remote.memory.at("get", "chunks/", move || {
-        begun.send(()).expect("waited for");
-        may_go_on.recv_timeout(std::time::Duration::from_secs(10)).expect("in time");
-    });
+    let (source, has_begun, go_on) = held(&remote, &here);
     let id = here.store.descriptor("top").expect("there").id;
     let missing = here.store.missing("top", 0).expect("there");
     std::thread::scope(|scope| {
         let read = scope.spawn(|| source.read(range(0, 1), &mut [0; PAGE]));
-        has_begun.recv_timeout(std::time::Duration::from_secs(10)).expect("in time");
+        has_begun.recv_timeout(Duration::from_secs(10)).expect("in time");
         // While that waits, one thread has a turn, and a chunk.
         let fetch = || here.store.fetch_chunks(&missing, &remote.store, &Work::new(4));
         let fetch = scope.spawn(fetch);
-        std::thread::park_timeout(std::time::Duration::from_millis(50));
+        std::thread::park_timeout(Duration::from_millis(50));
         missing.prefer(id, &Role::Memory, &[range(56, 1)]);
         go_on.send(()).expect("waits");
         read.join().expect("ended").expect("reads");
