@@ -228,6 +228,30 @@ def test_readers_wait_for_a_daemon_that_starts_anew_and_writers_are_told(
     daemon.stop()
 
 
+@pytest.mark.limit(120)
+def test_an_image_that_was_replaced_meanwhile_is_not_mixed_with_the_new_one(
+    make_daemon: Callable[..., Daemon], image: str, folder: Path
+) -> None:
+    daemon = make_daemon()
+    daemon.add_image(image)
+    daemon.start()
+    with _serving(Cli(daemon), image, str(folder)) as process:
+        daemon.kill()
+        told = daemon.state / "images" / image / "image.json"
+        metadata = json.loads(told.read_text())
+        root = metadata["files"]["root.img"]
+        root["blake3"] = root["blake3"][::-1]
+        # A new file: other folders have the old one, too.
+        new = told.with_suffix(".new")
+        new.write_text(json.dumps(metadata))
+        new.rename(told)
+        daemon.start()
+        _, error = process.communicate(timeout=60)
+        assert process.returncode == 1 and b"has another image by the name" in error, error
+        assert not _is_mounted(folder)
+    daemon.stop()
+
+
 def test_a_folder_of_a_command_that_was_killed_can_be_used_again(
     cli: Cli, image: str, folder: Path, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@
 pub mod agent_frames;
 pub mod holder_messages;
 pub mod nbd;
+pub mod nbd_client;
 pub mod page_datagrams;
 pub mod page_messages;
 pub mod page_tables;
@@ -31,10 +32,11 @@ pub struct Target {
 }
 
 /// All targets. The last has a bug on purpose.
-pub const TARGETS: [Target; 16] = [
+pub const TARGETS: [Target; 17] = [
     Target { name: "agent_frames", run: agent_frames::run, seeds: agent_frames::seeds },
     Target { name: "holder_messages", run: holder_messages::run, seeds: holder_messages::seeds },
     Target { name: "nbd", run: nbd::run, seeds: nbd::seeds },
+    Target { name: "nbd_client", run: nbd_client::run, seeds: nbd_client::seeds },
     Target { name: "page_datagrams", run: page_datagrams::run, seeds: page_datagrams::seeds },
     Target { name: "page_messages", run: page_messages::run, seeds: page_messages::seeds },
     Target { name: "page_tables", run: page_tables::run, seeds: page_tables::seeds },

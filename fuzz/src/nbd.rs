@@ -7,8 +7,8 @@ use vmfork_nbd::{
 
 fn exports() -> [Export; 2] {
     let export = |name: &str, size_bytes, read_only: bool| {
-        let (name, flushes) = (name.to_owned(), !read_only);
-        Export { name, size_bytes, read_only, flushes }
+        let (name, description) = (name.to_owned(), format!("what {name} holds"));
+        Export { name, description, size_bytes, read_only, flushes: !read_only }
     };
     [export("root", 1 << 30, false), export("data", 4096 + 512, true)]
 }

@@ -65,7 +65,8 @@ impl DiskExport {
     pub fn described(&self, name: impl Into<String>) -> Export {
         let (size_bytes, read_only) = (self.disk.size_bytes(), self.read_only);
         let flushes = self.durability == Durability::Medium;
-        Export { name: name.into(), size_bytes, read_only, flushes }
+        let (name, description) = (name.into(), String::new());
+        Export { name, description, size_bytes, read_only, flushes }
     }
 
     /// Counts an error. → what the client is told of it.

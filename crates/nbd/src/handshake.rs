@@ -17,6 +17,8 @@ use crate::wire::{self, Fields, can, hello, info, option, reply};
 pub const OPTION_BYTES_MAX: u32 = 8192;
 /// Most options of one connection. QEMU's client sends four.
 const OPTIONS_MAX: u32 = 64;
+/// Longest text in the protocol.
+const DESCRIPTION_BYTES_MAX: usize = 4096;
 /// The number of the one meta context.
 const CONTEXT: u32 = 1;
 const ALLOCATION: &[u8] = b"base:allocation";
@@ -25,6 +27,9 @@ const ALLOCATION: &[u8] = b"base:allocation";
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Export {
     pub name: String,
+    /// What people are told of it. A client that comes back knows by it whether it is the same.
+    /// Empty: there is none. At most 4096 bytes are sent.
+    pub description: String,
     pub size_bytes: u64,
     pub read_only: bool,
     /// A flush makes writes more durable than they are when they are answered. If not, none is
@@ -34,10 +39,10 @@ pub struct Export {
 
 impl Export {
     /// What a server told a client of it.
-    pub(crate) fn told(name: &str, size_bytes: u64, flags: u16) -> Self {
+    pub(crate) fn told(name: &str, description: String, size_bytes: u64, flags: u16) -> Self {
         let has = |flag| flags & flag != 0;
         let (read_only, flushes) = (has(can::READ_ONLY), has(can::FLUSH));
-        Self { name: name.to_owned(), size_bytes, read_only, flushes }
+        Self { name: name.to_owned(), description, size_bytes, read_only, flushes }
     }
 
     fn flags(&self) -> u16 {
@@ -260,9 +265,16 @@ impl<'a> Handshake<'a> {
             &BLOCK_BYTES_BEST.to_be_bytes(),
             &BLOCK_BYTES_MAX.to_be_bytes(),
         ];
+        let text = found.description.as_bytes();
+        let text = text.get(..DESCRIPTION_BYTES_MAX).unwrap_or(text);
+        let described = match text {
+            [] => Vec::new(),
+            text => said(reply::INFO, &[&info::DESCRIPTION.to_be_bytes()[..], text].concat()),
+        };
         let sent = [
             said(reply::INFO, &export.concat()),
             said(reply::INFO, &sizes.concat()),
+            described,
             said(reply::ACK, &[]),
         ];
         match option {

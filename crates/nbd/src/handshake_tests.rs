@@ -3,7 +3,13 @@ use proptest::prelude::*;
 use super::*;
 
 fn export() -> Export {
-    Export { name: "root".to_owned(), size_bytes: 1 << 30, read_only: false, flushes: true }
+    Export {
+        name: "root".to_owned(),
+        description: String::new(),
+        size_bytes: 1 << 30,
+        read_only: false,
+        flushes: true,
+    }
 }
 
 fn option(number: u32, content: &[u8]) -> Vec<u8> {

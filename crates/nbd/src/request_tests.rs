@@ -5,7 +5,13 @@ use super::*;
 const SIZE: u64 = 1 << 30;
 
 fn export(read_only: bool) -> Export {
-    Export { name: "root".to_owned(), size_bytes: SIZE, read_only, flushes: true }
+    Export {
+        name: "root".to_owned(),
+        description: String::new(),
+        size_bytes: SIZE,
+        read_only,
+        flushes: true,
+    }
 }
 
 fn bytes(flags: u16, command: u16, offset_bytes: u64, len_bytes: u32) -> [u8; REQUEST_BYTES] {

@@ -108,7 +108,13 @@ struct One(Arc<Bytes>);
 
 impl Exports for One {
     fn list(&self) -> Vec<Export> {
-        vec![Export { name: "x".to_owned(), size_bytes: SIZE, read_only: false, flushes: true }]
+        vec![Export {
+            name: "x".to_owned(),
+            description: String::new(),
+            size_bytes: SIZE,
+            read_only: false,
+            flushes: true,
+        }]
     }
 
     fn claim(&self, export: &Export) -> Option<Arc<dyn Target>> {

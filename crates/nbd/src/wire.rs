@@ -52,6 +52,7 @@ pub(crate) mod reply {
 /// What an option's reply tells of an export.
 pub(crate) mod info {
     pub(crate) const EXPORT: u16 = 0;
+    pub(crate) const DESCRIPTION: u16 = 2;
     pub(crate) const BLOCK_SIZE: u16 = 3;
 }
 

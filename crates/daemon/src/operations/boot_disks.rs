@@ -164,6 +164,12 @@ pub(super) async fn root_content(core: &Core, image: &str) -> Result<DiskContent
     Ok(contents.into_iter().next().ok_or_else(none)?)
 }
 
+/// The hash of what a guest image's root holds. Empty: it is older than such hashes.
+pub(super) fn root_blake3(core: &Core, image: &str) -> Result<String, RunError> {
+    let files = open_image(core, image).map_err(HostError::from)?;
+    Ok(files.metadata.root_blake3().unwrap_or_default().to_owned())
+}
+
 /// Above so much memory devices may not reach all of it, and Linux needs its bounce buffers.
 const ALL_LOW_BYTES: u64 = 3 << 30;
 

@@ -161,13 +161,16 @@ impl Control for Hub {
     ) -> Answer<'a, UnixStream> {
         async move {
             let message = || format!("serve image `{name}`");
+            // Before its bytes: a client whose image was replaced just now ends when it comes back.
+            let root = boot_disks::root_blake3(&self.core, name);
+            let root = root.map_err(|error| error.to_body(message()))?;
             let content = boot_disks::root_content(&self.core, name).await;
             let mut content = content.map_err(|error| error.to_body(message()))?;
             self.library.image_is_read(name);
             content.spec.read_only = !writable;
             self.core.disks.count_on(user, std::slice::from_mut(&mut content));
             let name = name.to_owned();
-            self.on_disks(message(), move |disks| disks.serve_client(&name, &content)).await
+            self.on_disks(message(), move |disks| disks.serve_client(&name, &root, &content)).await
         }
         .boxed()
     }

@@ -46,18 +46,25 @@ impl Drop for Place {
 
 impl HostDisks {
     /// Serve the content to one client: the export `name`, by NBD. → the client's end of the
-    /// socket. What it writes goes to a layer of its own, or to the volume. Blocking: makes files.
+    /// socket. By `description` it knows the content again. What it writes goes to a layer of its
+    /// own, or to the volume. Blocking: makes files.
     ///
     /// # Errors
     /// There are too many clients, a VM has the volume, or there is no room.
-    pub fn serve_client(&self, name: &str, content: &DiskContent) -> Result<UnixStream, DiskError> {
+    pub fn serve_client(
+        &self,
+        name: &str,
+        description: &str,
+        content: &DiskContent,
+    ) -> Result<UnixStream, DiskError> {
         let place = self.clients.enter().ok_or(DiskError::Clients)?;
         check_base(content)?;
         let served = self.serve(NO_VM, content)?;
         self.live.add(&[Arc::clone(served.disk())]);
         let (client, ours) = UnixStream::pair().map_err(DiskError::Serve)?;
         let pulse = Pulse::new().map_err(DiskError::Serve)?;
-        let export = One { name: name.to_owned(), export: Arc::new(served.export().copied()) };
+        let (name, description) = (name.to_owned(), description.to_owned());
+        let export = One { name, description, export: Arc::new(served.export().copied()) };
         let named = std::thread::Builder::new().name("disk-client".to_owned());
         let work = move || {
             if let Err(error) = serve(&ours, &export, &pulse) {
@@ -85,12 +92,14 @@ fn told(name: &str, error: &ServeError) {
 #[derive(Debug)]
 struct One {
     name: String,
+    description: String,
     export: Arc<DiskExport>,
 }
 
 impl Exports for One {
     fn list(&self) -> Vec<Export> {
-        vec![self.export.described(self.name.as_str())]
+        let description = self.description.clone();
+        vec![Export { description, ..self.export.described(self.name.as_str()) }]
     }
 
     fn claim(&self, _export: &Export) -> Option<Arc<dyn Target>> {

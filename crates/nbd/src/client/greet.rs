@@ -54,7 +54,8 @@ fn talk(mut socket: impl Read + Write, name: &str) -> Result<Export, GreetError>
     let allocation = b"base:allocation";
     let context = [&name_len[..], name.as_bytes(), &1_u32.to_be_bytes(), &15_u32.to_be_bytes()];
     let context = [&context.concat()[..], allocation].concat();
-    let go = [&name_len[..], name.as_bytes(), &0_u16.to_be_bytes()].concat();
+    let wishes = [&1_u16.to_be_bytes()[..], &info::DESCRIPTION.to_be_bytes()].concat();
+    let go = [&name_len[..], name.as_bytes(), &wishes].concat();
     let asked = [
         &u32::from(wanted).to_be_bytes()[..],
         &wire::option(option::STRUCTURED_REPLY, &[]),
@@ -67,15 +68,19 @@ fn talk(mut socket: impl Read + Write, name: &str) -> Result<Export, GreetError>
     let context = replies(&mut socket, option::SET_META_CONTEXT, &mut |kind, _| {
         has_allocation |= kind == reply::META_CONTEXT;
     })?;
-    let mut export = None;
-    let gone = replies(&mut socket, option::GO, &mut |kind, mut content| {
-        let is_export = kind == reply::INFO && content.u16() == Some(info::EXPORT);
-        if let (true, Some(size_bytes), Some(flags)) = (is_export, content.u64(), content.u16()) {
-            export = Some(Export::told(name, size_bytes, flags));
-        }
-    })?;
+    let (mut export, mut description) = (None, String::new());
+    let gone =
+        replies(&mut socket, option::GO, &mut |kind, mut content| match (kind, content.u16()) {
+            (reply::INFO, Some(info::EXPORT)) => export = content.u64().zip(content.u16()),
+            (reply::INFO, Some(info::DESCRIPTION)) => {
+                description = String::from_utf8_lossy(content.0).into_owned();
+            }
+            _ => {}
+        })?;
     match export {
-        Some(export) if gone && structured && context && has_allocation => Ok(export),
+        Some((size_bytes, flags)) if gone && structured && context && has_allocation => {
+            Ok(Export::told(name, description, size_bytes, flags))
+        }
         Some(_) if gone => Err(GreetError::Features),
         _ => Err(GreetError::Export { name: name.to_owned() }),
     }

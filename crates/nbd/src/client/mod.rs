@@ -75,6 +75,8 @@ struct Requests {
     next: u64,
     /// There is no server any more.
     ended: bool,
+    /// For it has another export by that name now.
+    replaced: bool,
     /// The client is dropped.
     ends: bool,
 }
@@ -159,6 +161,12 @@ impl Client {
     /// What the server said of it.
     pub fn export(&self) -> &Export {
         &self.export
+    }
+
+    /// The server was lost, and the one that came had something else by the same name. Nothing
+    /// is answered any more.
+    pub fn is_replaced(&self) -> bool {
+        self.shared.requests().replaced
     }
 
     /// Ask, and go on. `payload` is what a write writes. `done` is called once.
@@ -295,7 +303,8 @@ impl Reader {
                 Ok((socket, found))
             }) {
                 Ok((_, found)) if found != self.export => {
-                    tracing::error!(export = found.name, "an NBD export is another one now");
+                    tracing::debug!(export = found.name, "an NBD export is another one now");
+                    self.shared.requests().replaced = true;
                     return None;
                 }
                 Ok((socket, _)) => {

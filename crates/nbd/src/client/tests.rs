@@ -68,11 +68,11 @@ impl Target for Memory {
 }
 
 #[derive(Debug)]
-struct One(Arc<Memory>, u64);
+struct One(Arc<Memory>, Export);
 
 impl Exports for One {
     fn list(&self) -> Vec<Export> {
-        vec![Export { name: "it".to_owned(), size_bytes: self.1, read_only: false, flushes: true }]
+        vec![self.1.clone()]
     }
 
     fn claim(&self, _export: &Export) -> Option<Arc<dyn Target>> {
@@ -80,10 +80,15 @@ impl Exports for One {
     }
 }
 
+fn export() -> Export {
+    let (name, description) = ("it".to_owned(), "the first".to_owned());
+    Export { name, description, size_bytes: SIZE, read_only: false, flushes: true }
+}
+
 /// A server's end of a new connection.
-fn served(memory: &Arc<Memory>, size_bytes: u64) -> (UnixStream, JoinHandle<()>) {
+fn served(memory: &Arc<Memory>, export: Export) -> (UnixStream, JoinHandle<()>) {
     let (ours, theirs) = UnixStream::pair().expect("a pair");
-    let exports = One(Arc::clone(memory), size_bytes);
+    let exports = One(Arc::clone(memory), export);
     let thread = std::thread::spawn(move || {
         let pulse = Pulse::new().expect("a pulse");
         let _ended = serve(&theirs, &exports, &pulse);
@@ -108,10 +113,9 @@ fn span(offset_bytes: u64, len_bytes: u32) -> Span {
 #[test]
 fn what_was_written_is_read_in_any_pieces_and_told_as_data() {
     let memory = Memory::new();
-    let (socket, server) = served(&memory, SIZE);
+    let (socket, server) = served(&memory, export());
     let client = Client::start(once(socket), "it").expect("a client");
-    let export = client.export().clone();
-    assert_eq!((export.size_bytes, export.read_only, export.flushes), (SIZE, false, true));
+    assert_eq!(client.export(), &export());
     let written: Vec<u8> = (0..3 << 19).map(|number: u32| number.to_le_bytes()[1] | 1).collect();
     let write = |at, bytes: &[u8]| {
         let span = span(at, u32::try_from(bytes.len()).expect("small"));
@@ -149,7 +153,7 @@ fn requests_wait_for_a_server_that_comes_back() {
     memory.with(span(4096, 512), |bytes| bytes.fill(9));
     // The first server greets, and answers nothing.
     let (silent, _until) = Memory::mute();
-    let (first, _server) = served(&silent, SIZE);
+    let (first, _server) = served(&silent, export());
     let mute = first.try_clone().expect("a clone");
     let tries = Arc::new(AtomicUsize::new(0));
     let (counted, of) = (Arc::clone(&tries), Arc::clone(&memory));
@@ -159,38 +163,37 @@ fn requests_wait_for_a_server_that_comes_back() {
         None if counted.fetch_add(1, Ordering::SeqCst) < 2 => {
             Err(io::ErrorKind::ConnectionRefused.into())
         }
-        None => Ok(served(&of, SIZE).0),
+        None => Ok(served(&of, export()).0),
     });
-    let client = Arc::new(Client::start(connect, "it").expect("a client"));
-    let reads: Vec<_> = (0..8)
-        .map(|_| {
-            let client = Arc::clone(&client);
-            std::thread::spawn(move || {
-                let mut bytes = [0; 512];
-                client.read(4096, &mut bytes).map(|()| bytes)
-            })
-        })
-        .collect();
-    while client.shared.requests().pending.len() < 8 {
-        std::thread::yield_now();
+    let client = Client::start(connect, "it").expect("a client");
+    let (tell, told) = mpsc::channel();
+    for _ in 0..8 {
+        let tell = tell.clone();
+        let done = move |answer| drop(tell.send(answer));
+        let command = Command::Read { span: span(4096, 512), whole: false };
+        client.ask(command, Vec::new(), Box::new(done));
     }
     mute.shutdown(Shutdown::Both).expect("it goes");
-    for read in reads {
-        assert_eq!(read.join().expect("it ends"), Ok([9; 512]));
+    for _ in 0..8 {
+        let answer = told.recv_timeout(Duration::from_secs(20)).expect("it is answered");
+        assert_eq!(answer.expect("read").bytes, [9; 512]);
     }
     assert_eq!(tries.load(Ordering::SeqCst), 3);
 }
 
 #[test]
 fn another_export_or_none_ends_all_requests() {
-    for size_bytes in [Some(SIZE / 2), None] {
+    let smaller = Export { size_bytes: SIZE / 2, ..export() };
+    let replaced = Export { description: "the second".to_owned(), ..export() };
+    for other in [Some(smaller), Some(replaced), None] {
+        let is_replaced = other.is_some();
         let memory = Memory::new();
-        let (socket, _server) = served(&memory, SIZE);
+        let (socket, _server) = served(&memory, export());
         let kept = socket.try_clone().expect("a clone");
         let mut first = Some(socket);
-        let connect: Connect = Box::new(move || match (first.take(), size_bytes) {
+        let connect: Connect = Box::new(move || match (first.take(), &other) {
             (Some(first), _) => Ok(first),
-            (None, Some(size_bytes)) => Ok(served(&Memory::new(), size_bytes).0),
+            (None, Some(other)) => Ok(served(&Memory::new(), other.clone()).0),
             (None, None) => Err(refused()),
         });
         let client = Client::start(connect, "it").expect("a client");
@@ -198,12 +201,13 @@ fn another_export_or_none_ends_all_requests() {
         let mut bytes = [0; 512];
         assert_eq!(client.read(0, &mut bytes), Err(NbdError::Shutdown));
         assert_eq!(client.read(0, &mut bytes), Err(NbdError::Shutdown));
+        assert_eq!(client.is_replaced(), is_replaced);
     }
 }
 
 #[test]
 fn there_is_no_client_of_what_is_not_there() {
-    let (socket, _server) = served(&Memory::new(), SIZE);
+    let (socket, _server) = served(&Memory::new(), export());
     let error = Client::start(once(socket), "other").expect_err("no such export");
     assert!(matches!(error, ClientError::Greeting(GreetError::Export { .. })), "{error:?}");
     let error = Client::start(Box::new(|| Err(refused())), "it").expect_err("no server");

@@ -73,7 +73,7 @@ pub(super) async fn run(global: &Global, config: ServeConfig) -> anyhow::Result<
         tokio::select! {
             reply = asked.recv() => match reply {
                 Some(reply) => again(global, &client, &query, reply).await,
-                None => return Err(lost(&config)),
+                None => return lost(&config, nbd.is_replaced()),
             },
             _ = look.tick() => {
                 if mounted.as_ref().is_some_and(|mounted| !mounted.is_there()) {
@@ -88,12 +88,16 @@ pub(super) async fn run(global: &Global, config: ServeConfig) -> anyhow::Result<
 }
 
 /// The client has given up.
-fn lost(config: &ServeConfig) -> anyhow::Error {
+fn lost(config: &ServeConfig, is_replaced: bool) -> anyhow::Result<Exit> {
+    if is_replaced {
+        return Err(anyhow!("the daemon has another image by the name `{}` now", config.image))
+            .hint("serve it again, and open its file again");
+    }
     let error = anyhow!("the daemon went away, and `{}` is not served any more", config.image);
-    match config.writable {
+    Err(match config.writable {
         true => error.context("what was written is lost"),
         false => error,
-    }
+    })
 }
 
 /// Where a new connection to the daemon goes.
