@@ -23,7 +23,7 @@ from pathlib import Path
 
 from . import world as w
 from .cluster import Cluster, cluster, rest
-from .scenarios.streamed import WORK as STREAMED
+from .workloads import IMAGE_WORK
 
 FILTER = "info,vmfork_engine::touches=trace"
 FILTER_READS = "info,vmfork_snapshots::reads=trace"
@@ -67,7 +67,7 @@ JOBS = [
 #: What VMs do after they have booted, by the names of their traces.
 BOOTS = [
     Job("boot", "boots from an image and answers `true`", "", "true"),
-    Job("boot-python", "boots from an image, reads Python's library and starts it", "", STREAMED),
+    Job("boot-python", "boots from an image, reads Python's library and starts it", "", IMAGE_WORK),
 ]
 
 IMAGE_MEMORY_MIB = 256

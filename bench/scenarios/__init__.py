@@ -16,6 +16,7 @@ from . import (
     hosts,
     idle,
     pause,
+    players,
     refill,
     remote,
     roots,
@@ -52,5 +53,6 @@ ALL: dict[str, ModuleType] = {
     "storm": storm,
     "swarm": swarm,
     "streamed": streamed,
+    "players": players,
     "baseline": baseline,
 }

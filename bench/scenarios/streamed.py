@@ -12,21 +12,18 @@ from harness import metrics
 
 from .. import cluster as c
 from .. import world as w
+from ..workloads import IMAGE_WORK, WORTH_S
 
 TITLE = "A VM of an image that still arrives"
 
 RATES = ("1gbit", "100mbit")
 MEMORY_MIB = 256
-#: Reads a part of the root that a boot does not read.
-WORK = "cat /usr/lib/python3*/*.py /usr/lib/python3*/*/*.py | sha256sum && python3 -c 'import json, asyncio, ssl'"
-#: What a recording needs that its VM's end cuts short.
-WORTH_S = 5.5
 
 
 def _run(client: vmfork.Client, image: str, begin: float, *, record: bool = False) -> float:
     """Boot and work. → ms since `begin`."""
     with client.run(image, memory_mib=MEMORY_MIB, labels={"workload": "bench"}) as vm:
-        vm.exec(WORK, check=True, timeout_s=300)
+        vm.exec(IMAGE_WORK, check=True, timeout_s=300)
         took = w.now_ms() - begin
         if record:
             vm.exec(f"sleep {WORTH_S}", check=True)
