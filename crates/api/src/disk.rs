@@ -66,6 +66,11 @@ pub enum DiskSource {
         #[schema(value_type = DiskName)]
         disk: String,
     },
+    /// A raw disk in an object store, at `s3://BUCKET/KEY`. It is fetched as it is read.
+    Object {
+        #[schema(min_length = 8, max_length = 600, pattern = "^s3://[^/]+/.+$")]
+        location: String,
+    },
     /// Nothing yet: a volume can be attached while the VM runs.
     Empty {},
     /// A volume. What the VM writes to it stays when the VM ends.
@@ -242,7 +247,7 @@ pub enum DiskState {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DiskError {
     #[error(
-        "disk `{text}`: it has the form NAME=blank:SIZE, NAME=image:IMAGE, NAME=file:PATH, NAME=qcow2:PATH, NAME=snapshot:SNAPSHOT/DISK, NAME=volume:VOLUME or NAME=empty"
+        "disk `{text}`: it has the form NAME=blank:SIZE, NAME=image:IMAGE, NAME=file:PATH, NAME=qcow2:PATH, NAME=snapshot:SNAPSHOT/DISK, NAME=s3://BUCKET/KEY, NAME=volume:VOLUME or NAME=empty"
     )]
     Form { text: String },
     #[error(
@@ -267,6 +272,8 @@ pub enum DiskError {
     NewRange,
     #[error("disk `{name}`: `{path}` is no absolute path")]
     Path { name: String, path: String },
+    #[error("disk `{name}`: `{location}` is no object: write s3://BUCKET/KEY")]
+    Location { name: String, location: String },
     #[error("{count} disks: a VM can have {max} beside its root{}", overlay(*max))]
     Many { count: usize, max: usize },
 }
@@ -312,7 +319,11 @@ impl NewDisk {
                 DiskSource::Snapshot { disk, .. } if !disk_name_is_valid(disk) => {
                     return Err(DiskError::Name { name: disk.clone() });
                 }
+                DiskSource::Object { location } if !object_location_is_valid(location) => {
+                    return Err(DiskError::Location { name: name(), location: location.clone() });
+                }
                 DiskSource::File { .. }
+                | DiskSource::Object { .. }
                 | DiskSource::Image { .. }
                 | DiskSource::Snapshot { .. }
                 | DiskSource::Empty {} => {}
@@ -320,6 +331,13 @@ impl NewDisk {
         }
         Ok(())
     }
+}
+
+/// Whether it names a bucket and a key. What these may be, the object store says.
+fn object_location_is_valid(location: &str) -> bool {
+    let rest = location.strip_prefix("s3://").filter(|_| location.len() <= 600);
+    let parts = rest.and_then(|rest| rest.split_once('/'));
+    parts.is_some_and(|(bucket, key)| !bucket.is_empty() && !key.is_empty())
 }
 
 fn overlay(max: usize) -> &'static str {
@@ -348,6 +366,7 @@ impl FromStr for NewDisk {
             "image" => DiskSource::Image { image: value.to_owned() },
             "file" => DiskSource::File { path: value.to_owned(), format: DiskFormat::Raw },
             "qcow2" => DiskSource::File { path: value.to_owned(), format: DiskFormat::Qcow2 },
+            "s3" => DiskSource::Object { location: format!("s3:{value}") },
             "volume" => DiskSource::Volume { volume: value.to_owned() },
             "snapshot" => {
                 let (snapshot, disk) = value.split_once('/').unwrap_or((value, name));

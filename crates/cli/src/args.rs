@@ -173,8 +173,8 @@ pub(crate) struct RawRun {
     #[arg(long, help_heading = OF_IMAGES)]
     pub(crate) accel: Option<RawAccel>,
     /// Disk: NAME=blank:SIZE (an empty ext4), NAME=image:IMAGE, NAME=file:PATH, NAME=qcow2:PATH,
-    /// NAME=snapshot:SNAPSHOT/DISK, NAME=volume:VOLUME or NAME=empty; repeat it for up to 7, or 6
-    /// with `--root overlay`
+    /// NAME=snapshot:SNAPSHOT/DISK, NAME=s3://BUCKET/KEY, NAME=volume:VOLUME or NAME=empty. Repeat
+    /// it for up to 7, or 6 with `--root overlay`
     #[arg(long = "disk", value_name = "NAME=SOURCE", action = ArgAction::Append, help_heading = OF_IMAGES)]
     pub(crate) disks: Vec<String>,
     /// What takes the writes to the root file system [default: tmpfs]

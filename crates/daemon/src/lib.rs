@@ -4,8 +4,8 @@
 //! asserts it):
 //!
 //! ```text
-//!   operations ─► lifecycle ─► holder ─► config
-//!         └─► doctor
+//!   operations ─► lifecycle ─┬─► holder ─► config
+//!         └─► doctor         └─► objects
 //! ```
 //!
 //! | module | is |
@@ -13,6 +13,7 @@
 //! | [`operations`] | [`vmfork_control::Control`] on the real host; puts the crates below together |
 //! | [`lifecycle`] | from the settings to the end: lock, sockets, signals |
 //! | [`holder`] | what a successor finds when this daemon is gone |
+//! | `objects` | objects of an object store, as the host's disks ask for them |
 //! | [`doctor`] | what of this host keeps VMs from running, and what helps |
 //! | [`config`] | flags and environment, checked |
 //! | [`counted`] | counters as the REST server asks for them |
@@ -32,4 +33,5 @@ pub mod counted;
 pub mod doctor;
 pub mod holder;
 pub mod lifecycle;
+mod objects;
 pub mod operations;

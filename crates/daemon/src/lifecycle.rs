@@ -33,6 +33,7 @@ use tokio::time::timeout;
 use crate::config::Config;
 use crate::counted::Counted;
 use crate::holder::{Ending, Holding};
+use crate::objects;
 use vmfork_control::Control;
 use vmfork_host::admission::{self, Admission, Policy, ProcProbe};
 use vmfork_host::cgroup::Cgroups;
@@ -113,10 +114,10 @@ where
     let disks = HostDisks::open(&state.disks(), state.sockets());
     let quotas = (config.host.disk_quota_bytes, config.host.disk_bounds.clone());
     let disks = disks.and_then(|disks| disks.limited(quotas.0, quotas.1));
-    let disks = disks.context("open the disks of VMs")?;
-    let disks = Arc::new(disks);
+    let disks = Arc::new(disks.context("open the disks of VMs")?);
     let snapshots = Arc::new(Snapshots::new(&config.host.state.join("snapshots"))?);
     disks.know_stored(Arc::<Snapshots>::clone(&snapshots));
+    objects::know(&disks, &config.host.state)?;
     // Behind the cgroups, which want us to be alone in ours.
     let holder = Arc::new(Holding::begin(&config, state.root()));
     let listeners = listen(&config, &holder).await.inspect_err(|_| holder.give_up())?;

@@ -8,6 +8,8 @@
 //! them. A descriptor appears by a PUT with `If-None-Match: *`, so that of two hosts that push one
 //! name, one is told.
 //!
+//! A [`RawObject`] is one object as it is, read in parts, and not a store.
+//!
 //! Promises: every call ends, within [`Settings::patience`] of the last sign of life, times a few
 //! attempts. An error tells what isn't there from what isn't allowed, can't be reached, or has no
 //! bucket.
@@ -18,9 +20,11 @@
 #![deny(unsafe_code)]
 
 mod location;
+mod object;
 mod settings;
 mod store;
 
 pub use location::{Location, LocationError};
+pub use object::{ObjectVersion, RawObject};
 pub use settings::{OpenError, Settings};
 pub use store::S3;

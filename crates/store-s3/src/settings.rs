@@ -83,6 +83,8 @@ pub enum OpenError {
     NoCredentials { variable: &'static str },
     #[error("the object store {endpoint} is not encrypted")]
     NotEncrypted { endpoint: String },
+    #[error("`{location}` is a bucket, and no object in it")]
+    NoKey { location: String },
     #[error("the object store can't be set up: {why}")]
     Settings { why: String },
     #[error(transparent)]
@@ -101,6 +103,7 @@ impl OpenError {
             Self::NotEncrypted { .. } => {
                 Some("use https://, or set AWS_ALLOW_HTTP=true in a network that you trust".into())
             }
+            Self::NoKey { .. } => Some("write s3://BUCKET/KEY".into()),
             Self::Settings { .. } => Some("check AWS_ENDPOINT_URL and AWS_REGION".into()),
             Self::Blob(error) => error.remedy(),
         }

@@ -36,10 +36,10 @@ const BYTES_PER_S_MIN: u64 = 1 << 20;
 
 /// A store's blobs below a prefix of a bucket.
 pub struct S3 {
-    objects: Box<dyn ObjectStore>,
-    prefix: Path,
+    pub(crate) objects: Box<dyn ObjectStore>,
+    pub(crate) prefix: Path,
     runtime: Handle,
-    place: String,
+    pub(crate) place: String,
     /// Longest for a call that moves no more than a page of bytes.
     call_max: Duration,
     patience: Duration,
@@ -136,7 +136,7 @@ impl S3 {
     }
 
     /// Waits for an answer, so long as moving `bytes` may take.
-    fn call<T>(
+    pub(crate) fn call<T>(
         &self,
         action: &'static str,
         key: &str,
@@ -157,7 +157,13 @@ impl S3 {
         }
     }
 
-    fn failed(&self, action: &'static str, key: &str, why: Failure, text: &str) -> BlobError {
+    pub(crate) fn failed(
+        &self,
+        action: &'static str,
+        key: &str,
+        why: Failure,
+        text: &str,
+    ) -> BlobError {
         let (key, place) = (key.to_owned(), self.place.clone());
         BlobError::Failed { action, key, place, why, source: text.into() }
     }
@@ -173,6 +179,7 @@ impl S3 {
             Error::NotFound { .. } => {
                 return BlobError::NotFound { key: key.to_owned(), place: self.place.clone() };
             }
+            Error::Precondition { .. } => Failure::Changed,
             Error::PermissionDenied { .. } | Error::Unauthenticated { .. } => Failure::Denied,
             Error::Generic { .. } if is_unreachable(error) => Failure::Unreachable,
             Error::Generic { .. } if says(&["code: 401", "code: 403"]) => Failure::Denied,
@@ -376,20 +383,26 @@ mod tests {
 
     use super::*;
 
+    impl S3 {
+        /// Of another kind.
+        pub(crate) fn of_objects(
+            objects: Box<dyn ObjectStore>,
+            prefix: &Path,
+            runtime: Handle,
+        ) -> Self {
+            let (prefix, place) = (prefix.clone(), "memory".to_owned());
+            let most = Duration::from_secs(20);
+            Self { objects, prefix, runtime, place, call_max: most, patience: most }
+        }
+    }
+
     /// Blobs in objects in memory, below `prefix`, and the threads that serve them.
     fn blobs(prefix: &str) -> (S3, tokio::runtime::Runtime) {
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_time().build();
         let runtime = runtime.expect("threads");
-        let most = Duration::from_secs(20);
-        let blobs = S3 {
-            objects: Box::new(InMemory::new()),
-            prefix: Path::parse(prefix).expect("a path"),
-            runtime: runtime.handle().clone(),
-            place: "memory".into(),
-            call_max: most,
-            patience: most,
-        };
-        (blobs, runtime)
+        let prefix = Path::parse(prefix).expect("a path");
+        let objects = Box::new(InMemory::new());
+        (S3::of_objects(objects, &prefix, runtime.handle().clone()), runtime)
     }
 
     #[test]

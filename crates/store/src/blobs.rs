@@ -129,6 +129,8 @@ pub enum Failure {
     Exhausted,
     /// It is there, and is not what was written.
     Damaged,
+    /// It has another content than the one that is wanted.
+    Changed,
     Other,
 }
 
@@ -180,6 +182,7 @@ impl BlobError {
             Failure::Unreachable => format!("check the address and that {place} can be reached"),
             Failure::Exhausted => "end some VMs, or give the daemon more open files".to_owned(),
             Failure::Damaged => format!("put a sound copy of it into {place}"),
+            Failure::Changed => format!("restore the earlier content of {place}"),
             Failure::Other => return None,
         })
     }

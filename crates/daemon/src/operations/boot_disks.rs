@@ -11,6 +11,7 @@
 //! share.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use vmfork_api::disk::{ROOT_NAME, RootDisk, root_disk};
 use vmfork_api::{DiskSource, NewDisk, RunRequest};
@@ -139,6 +140,11 @@ pub(super) async fn contents(core: &Core, wanted: &Wanted) -> Result<Vec<DiskCon
     let disks = disks.map(|disk| NewDisk { source: resolved(core, disk.source), ..disk });
     let disks: Vec<_> = disks.collect();
     let mut contents = core.disks.contents(&disks, |image| root_of(core, image)).await?;
+    if disks.iter().any(|disk| matches!(disk.source, DiskSource::Object { .. })) {
+        // What was fetched for VMs that have ended gives its room to this one.
+        let of_host = Arc::clone(&core.disks);
+        drop(tokio::task::spawn_blocking(move || of_host.prune_objects()));
+    }
     let Some(first) = contents.first_mut() else { return Ok(contents) };
     if let Some(RootDisk::Whole { size_bytes: Some(size_bytes) }) = wanted.root {
         let image_bytes = first.image.size_bytes();

@@ -8,9 +8,9 @@ use bytes::Bytes;
 use futures_util::FutureExt;
 use tokio::sync::mpsc;
 use vmfork_api::{
-    DoctorReport, ErrorBody, ExecRequest, ForkReply, ForkRequest, HostInfo, Image, ImageProfile,
-    KillRequest, RunRequest, SCHEMA, TransferReply, TransferRequest, TreeNode, TtlReply,
-    TtlRequest, Version, VmDetail,
+    DoctorReport, ErrorBody, ErrorCode, ExecRequest, ForkReply, ForkRequest, HostInfo, Image,
+    ImageProfile, KillRequest, RunRequest, SCHEMA, TransferReply, TransferRequest, TreeNode,
+    TtlReply, TtlRequest, Version, VmDetail,
 };
 use vmfork_guest_image::{Metadata, StoreError};
 use vmfork_qemu::probe;
@@ -161,16 +161,20 @@ impl Control for Hub {
     ) -> Answer<'a, UnixStream> {
         async move {
             let message = || format!("serve image `{name}`");
-            // Before its bytes: a client whose image was replaced just now ends when it comes back.
-            let root = boot_disks::root_blake3(&self.core, name);
-            let root = root.map_err(|error| error.to_body(message()))?;
+            let root = || boot_disks::root_blake3(&self.core, name);
+            let before = root().map_err(|error| error.to_body(message()))?;
             let content = boot_disks::root_content(&self.core, name).await;
             let mut content = content.map_err(|error| error.to_body(message()))?;
+            if root().ok().as_ref() != Some(&before) {
+                let body = ErrorBody::new(ErrorCode::Conflict, message());
+                return Err(body.cause("the image was replaced just now").remedy("try again"));
+            }
             self.library.image_is_read(name);
             content.spec.read_only = !writable;
             self.core.disks.count_on(user, std::slice::from_mut(&mut content));
             let name = name.to_owned();
-            self.on_disks(message(), move |disks| disks.serve_client(&name, &root, &content)).await
+            self.on_disks(message(), move |disks| disks.serve_client(&name, &before, &content))
+                .await
         }
         .boxed()
     }

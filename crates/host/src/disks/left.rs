@@ -101,7 +101,7 @@ impl HostDisks {
         let image = match open {
             Some(disk) => disk.freeze().map_err(|error| DiskError::Left(error.into()))?,
             None => {
-                let stored = |id| self.stored.image(id);
+                let stored = |id| self.stored.image(id).or_else(|| self.objects.image(id));
                 self.store.image(found.newest, &stored).map_err(DiskError::Left)?
             }
         };
@@ -134,6 +134,7 @@ impl HostDisks {
             StoreError::NoDisk(_) => unknown(),
             error => DiskError::Left(error),
         })?;
+        self.prune_objects();
         self.accounts.count_left(&self.store).map_err(DiskError::Left)
     }
 }

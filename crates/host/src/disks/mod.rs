@@ -20,6 +20,7 @@ mod blank;
 mod client;
 mod health;
 mod left;
+mod objects;
 mod qcow2;
 mod scratch;
 mod served;
@@ -42,6 +43,7 @@ use vmfork_engine::SparseFile;
 
 pub use self::blank::BlankError;
 pub use self::health::DiskHealth;
+pub use self::objects::ObjectBases;
 use self::served::Served;
 pub use self::served::{MachineDisks, NewlyServed, Offer};
 pub use self::stored::{OnBase, StoredBases, StoredError};
@@ -56,7 +58,7 @@ use crate::metrics::Metrics;
 use crate::quotas::{DiskBounds, User};
 
 /// Free space that disks leave to the host.
-const FLOOR_BYTES: u64 = 1 << 30;
+pub const FLOOR_BYTES: u64 = 1 << 30;
 
 /// Size of an empty disk.
 const EMPTY_BYTES: u64 = 512;
@@ -297,6 +299,7 @@ pub struct HostDisks {
     arrived: scratch::Scratch,
     bases: base::Bases,
     stored: stored::Known,
+    objects: objects::KnownObjects,
     /// Each QEMU's sockets are in a folder of its own here.
     sockets: PathBuf,
     next: AtomicU64,
@@ -337,6 +340,7 @@ impl HostDisks {
             arrived,
             bases,
             stored,
+            objects: objects::KnownObjects::default(),
             sockets,
             next,
         })
@@ -429,6 +433,7 @@ impl HostDisks {
                 return Ok(self.volume_content(name, &of).map_err(DiskError::Volume)?);
             }
             DiskSource::Snapshot { snapshot, disk } => self.stored.disk(snapshot, disk).await?,
+            DiskSource::Object { location } => self.objects.disk(location).await?,
             DiskSource::Empty {} => return Ok(empty_content(name)?),
         };
         base::check_size(&image)?;

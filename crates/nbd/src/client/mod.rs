@@ -231,6 +231,13 @@ impl Drop for Client {
     }
 }
 
+/// A server of an earlier version describes nothing.
+fn is_same(found: &Export, before: &Export) -> bool {
+    let is_silent = found.description.is_empty() || before.description.is_empty();
+    let description = if is_silent { &before.description } else { &found.description };
+    Export { description: description.clone(), ..found.clone() } == *before
+}
+
 fn encoded(cookie: u64, pending: &Pending) -> Vec<u8> {
     let head = pending.command.encode(cookie);
     [&head[..], &pending.payload].concat()
@@ -302,7 +309,7 @@ impl Reader {
                 let found = greet::greet(&socket, &self.export.name)?;
                 Ok((socket, found))
             }) {
-                Ok((_, found)) if found != self.export => {
+                Ok((_, found)) if !is_same(&found, &self.export) => {
                     tracing::debug!(export = found.name, "an NBD export is another one now");
                     self.shared.requests().replaced = true;
                     return None;

@@ -95,7 +95,10 @@ pub(super) fn run(request: &RunRequest) -> Checked {
             DiskSource::Image { image } => name("image", image)?,
             DiskSource::Volume { volume } => name("volume", volume)?,
             DiskSource::Snapshot { snapshot, .. } => name("snapshot", snapshot)?,
-            DiskSource::Blank { .. } | DiskSource::File { .. } | DiskSource::Empty {} => {}
+            DiskSource::Blank { .. }
+            | DiskSource::File { .. }
+            | DiskSource::Object { .. }
+            | DiskSource::Empty {} => {}
         }
     }
     timeout("boot_timeout_ms", request.boot_timeout_ms)

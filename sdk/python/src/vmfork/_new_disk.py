@@ -30,6 +30,14 @@ class NewDisk:
         return cls(name, {"type": "image", "image": image})
 
     @classmethod
+    def s3(cls, name: str, location: str) -> NewDisk:
+        """A raw disk in an object store, at ``s3://BUCKET/KEY``. It is fetched as it is read.
+
+        The credentials are those of the daemon's environment.
+        """
+        return cls(name, {"type": "object", "location": location})
+
+    @classmethod
     def file(cls, name: str, path: str) -> NewDisk:
         """A raw file on the daemon's host, by its absolute path. It must not change meanwhile."""
         return cls(name, {"type": "file", "path": path})

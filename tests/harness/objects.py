@@ -1,0 +1,100 @@
+"""An object store with what `s3://` disks need: HEAD and GET of ranges, with `If-Match`."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.server
+import threading
+from collections.abc import Iterator
+
+BUCKET = "disks"
+
+
+class Objects:
+    """Objects by key. What is asked for is counted."""
+
+    def __init__(self) -> None:
+        self._content: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+        #: Bytes that were sent.
+        self.sent_bytes = 0
+        #: Bytes that were sent before.
+        self.again_bytes = 0
+        self._sent: set[tuple[str, int]] = set()
+        #: Whether requests are answered; else they are refused.
+        self.answers = True
+        self.port = 0
+
+    def put(self, key: str, content: bytes) -> str:
+        """→ its location."""
+        self._content[key] = content
+        return f"s3://{BUCKET}/{key}"
+
+    def environment(self) -> dict[str, str]:
+        """What a daemon has to know."""
+        return {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_ACCESS_KEY_ID": "tester",
+            "AWS_SECRET_ACCESS_KEY": "hush",
+        }
+
+    def answer(self, path: str, headers: dict[str, str], has_body: bool) -> tuple[int, dict[str, str], bytes]:
+        if not self.answers:
+            return 403, {}, b"<Error><Code>AccessDenied</Code></Error>"
+        content = self._content.get(path.removeprefix(f"/{BUCKET}/"))
+        if content is None:
+            return 404, {}, b"<Error><Code>NoSuchKey</Code></Error>"
+        etag = f'"{hashlib.md5(content).hexdigest()}"'
+        if headers.get("if-match", etag) != etag:
+            return 412, {}, b"<Error><Code>PreconditionFailed</Code></Error>"
+        told = {"ETag": etag, "Last-Modified": "Fri, 27 Nov 2026 00:00:00 GMT"}
+        if "range" not in headers:
+            return 200, told, content
+        first, last = map(int, headers["range"].removeprefix("bytes=").split("-"))
+        part = content[first : last + 1]
+        # One byte tells whether it can be read.
+        if has_body and last > first:
+            with self._lock:
+                self.sent_bytes += len(part)
+                self.again_bytes += len(part) if (path, first) in self._sent else 0
+                self._sent.add((path, first))
+        return 206, {**told, "Content-Range": f"bytes {first}-{first + len(part) - 1}/{len(content)}"}, part
+
+
+@contextlib.contextmanager
+def server() -> Iterator[Objects]:
+    """One for the block."""
+    objects = Objects()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:  # the name is http.server's
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            has_body = self.command == "GET"
+            status, told, body = objects.answer(self.path, headers, has_body)
+            self.send_response(status)
+            for name, value in told.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if has_body:
+                self.wfile.write(body)
+
+        do_HEAD = do_GET
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    made = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    objects.port = made.server_address[1]
+    thread = threading.Thread(target=made.serve_forever)
+    thread.start()
+    try:
+        yield objects
+    finally:
+        made.shutdown()
+        thread.join()
+        made.server_close()
