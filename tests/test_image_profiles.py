@@ -29,7 +29,7 @@ WORTH_S = 5.5
 
 @pytest.fixture(scope="module")
 def cluster(image: str) -> Iterator[Cluster]:
-    """Hosts of which only the first has the image, which it seeds."""
+    """Three hosts. The first has the image and seeds it."""
     with hosts(3) as net, contextlib.ExitStack() as stack:
         made = Cluster(net, image, stack)
         for cli in made.clis[1:]:

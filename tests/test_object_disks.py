@@ -86,9 +86,11 @@ def test_a_vm_boots_before_its_disk_has_come_and_clones_share_what_comes(
 
 
 @pytest.mark.limit(240)
+@pytest.mark.parametrize("heeds_match", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_object_that_is_replaced_stalls_its_vm_and_is_never_mixed(
-    host: Daemon, store: objects.Objects, image: str
+    host: Daemon, store: objects.Objects, image: str, heeds_match: bool
 ) -> None:
+    store.heeds_match = heeds_match
     old, new = _content(1), _content(2)
     location = store.put("data.raw", old)
     with host.client() as client:
@@ -148,10 +150,13 @@ def test_what_is_no_object_is_refused(host: Daemon, store: objects.Objects, imag
         return done.stderr.decode()
 
     assert "write s3://BUCKET/KEY" in refused("s3://disks")
-    assert "absent" in refused("s3://disks/absent")
+    absent = refused("s3://disks/absent")
+    assert "no `absent`" in absent and "check the bucket and the key" in absent
     assert "0 bytes" in refused(store.put("empty", b""))
     assert "1 MiB to 2 TiB" in refused(store.put("small", bytes(100_000)))
     location = store.put("data.raw", bytes(2 * MIB))
+    store.gives = False
+    assert "credentials" in refused(location), "it is told before a guest reads"
     store.answers = False
     assert "credentials" in refused(location)
     assert not [line for line in cli.text("ps", "--all").splitlines() if "never" in line]

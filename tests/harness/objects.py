@@ -24,6 +24,10 @@ class Objects:
         self._sent: set[tuple[str, int]] = set()
         #: Whether requests are answered; else they are refused.
         self.answers = True
+        #: Whether bytes are given; else only what an object is.
+        self.gives = True
+        #: Whether `If-Match` is heeded.
+        self.heeds_match = True
         self.port = 0
 
     def put(self, key: str, content: bytes) -> str:
@@ -41,13 +45,13 @@ class Objects:
         }
 
     def answer(self, path: str, headers: dict[str, str], has_body: bool) -> tuple[int, dict[str, str], bytes]:
-        if not self.answers:
+        if not self.answers or (has_body and not self.gives):
             return 403, {}, b"<Error><Code>AccessDenied</Code></Error>"
         content = self._content.get(path.removeprefix(f"/{BUCKET}/"))
         if content is None:
             return 404, {}, b"<Error><Code>NoSuchKey</Code></Error>"
         etag = f'"{hashlib.md5(content).hexdigest()}"'
-        if headers.get("if-match", etag) != etag:
+        if self.heeds_match and headers.get("if-match", etag) != etag:
             return 412, {}, b"<Error><Code>PreconditionFailed</Code></Error>"
         told = {"ETag": etag, "Last-Modified": "Fri, 27 Nov 2026 00:00:00 GMT"}
         if "range" not in headers:

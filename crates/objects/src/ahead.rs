@@ -2,8 +2,10 @@
 
 use std::fmt;
 use std::io;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
+
+use parking_lot::Mutex;
 
 /// Units that are fetched at a time, over all objects.
 const THREADS: usize = 4;
@@ -43,7 +45,7 @@ impl Ahead {
 
 fn run(works: &Mutex<Receiver<Work>>) {
     loop {
-        let next = works.lock().unwrap_or_else(PoisonError::into_inner).recv();
+        let next = works.lock().recv();
         let Ok(work) = next else { return };
         // A panic is this unit's alone.
         let _panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));

@@ -6,9 +6,10 @@ use std::io::{self, Read as _};
 use std::os::unix::fs::{DirBuilderExt as _, FileExt as _};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 use bytes::Bytes;
+use parking_lot::{Condvar, Mutex};
 use vmfork_disk::OwnPages;
 use vmfork_image::{PAGE_BYTES, PageRange};
 use vmfork_store_s3::ObjectVersion;
@@ -42,22 +43,18 @@ struct Flight {
 }
 
 impl Flight {
-    fn outcome(&self) -> MutexGuard<'_, Option<Result<Unit, String>>> {
-        self.landed.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn land(&self, outcome: Result<Unit, String>) {
-        self.outcome().get_or_insert(outcome);
+        self.landed.lock().get_or_insert(outcome);
         self.lands.notify_all();
     }
 
     fn wait(&self) -> Result<Unit, String> {
-        let mut outcome = self.outcome();
+        let mut outcome = self.landed.lock();
         loop {
             if let Some(outcome) = &*outcome {
                 return outcome.clone();
             }
-            outcome = self.lands.wait(outcome).unwrap_or_else(PoisonError::into_inner);
+            self.lands.wait(&mut outcome);
         }
     }
 }
@@ -71,7 +68,7 @@ struct Landing<'a> {
 
 impl Drop for Landing<'_> {
     fn drop(&mut self) {
-        self.of.state().flying.remove(&self.unit);
+        self.of.state.lock().flying.remove(&self.unit);
         self.flight.land(Err("the fetch was given up".to_owned()));
     }
 }
@@ -163,16 +160,12 @@ impl Cached {
         self.version.size_bytes
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// If another thread fetches it, waits for that, and has its outcome.
     ///
     /// # Errors
     /// The object store does not give it.
     fn unit(&self, unit: u64) -> io::Result<Unit> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if state.has(unit) {
             return Ok(Unit::Here);
         }
@@ -190,7 +183,7 @@ impl Cached {
             false => Unit::Bytes(bytes),
         });
         if matches!(outcome, Ok(Unit::Here)) {
-            self.state().set(unit);
+            self.state.lock().set(unit);
         }
         landing.flight.land(outcome.clone());
         outcome.map_err(io::Error::other)
@@ -227,7 +220,7 @@ impl Cached {
         let Some(ahead) = self.ahead.upgrade() else { return };
         let units = self.version.size_bytes.div_ceil(UNIT_BYTES);
         for next in (unit + 1..units).take(usize::try_from(AHEAD_UNITS).unwrap_or(0)) {
-            let state = self.state();
+            let state = self.state.lock();
             let is_asked = state.has(next) || state.flying.contains_key(&next);
             drop(state);
             let this = Weak::clone(&self.this);
@@ -246,7 +239,7 @@ impl Cached {
 
 impl OwnPages for Cached {
     fn is_here(&self, range: PageRange) -> bool {
-        let state = self.state();
+        let state = self.state.lock();
         let mut units = units_of(range);
         units.all(|unit| state.has(unit))
     }

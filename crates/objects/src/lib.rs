@@ -3,7 +3,7 @@
 //! ```text
 //!   s3://BUCKET/KEY ──ranges of one version──► Cached ──► DiskImage ──► layers of disks
 //!                                                │
-//!                                FOLDER/ID/{object.json, data}
+//!                                FOLDER/ID/{object.json, data, units}
 //! ```
 //!
 //! What a disk reads is fetched in units of 256 KiB, once, into a sparse file of this host. Reads
@@ -26,11 +26,12 @@ mod reader;
 use std::collections::BTreeMap;
 use std::fs;
 use std::io;
-use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
+use parking_lot::Mutex;
 use tokio::runtime::Handle;
+use vmfork_api::disk::{DISK_BYTES_MAX, DISK_BYTES_MIN};
 use vmfork_disk::{DiskImage, ImageError, OwnPages};
 use vmfork_image::{ImageId, PAGE_BYTES, PageTable, Source};
 use vmfork_store::{BlobError, Failure};
@@ -65,16 +66,17 @@ impl ObjectError {
         match self {
             Self::Location(_) => Some("write s3://BUCKET/KEY".to_owned()),
             Self::Open(error) => error.remedy(),
+            Self::Blob(BlobError::NotFound { .. }) => {
+                Some("check the bucket and the key".to_owned())
+            }
             Self::Blob(error) => error.remedy(),
-            Self::Folder { .. } | Self::Image(_) | Self::Size { .. } => None,
+            Self::Size { .. } => Some("put an object of such a size there".to_owned()),
+            Self::Folder { .. } | Self::Image(_) => None,
         }
     }
 }
 
 type Readers = Arc<dyn Fn(&str) -> Result<Arc<dyn Reader>, ObjectError> + Send + Sync>;
-
-/// Smallest and largest disk, in bytes.
-const SIZES: RangeInclusive<u64> = 1 << 20..=2 << 40;
 
 /// All objects that disks of this host began with.
 pub struct Objects {
@@ -123,13 +125,11 @@ impl Objects {
     pub fn disk(&self, location: &str) -> Result<DiskImage, ObjectError> {
         let reader = (self.readers)(location)?;
         let version = reader.version()?;
-        if !SIZES.contains(&version.size_bytes) {
-            return Err(ObjectError::Size { size_bytes: version.size_bytes });
-        }
+        check_size(version.size_bytes)?;
         // Whether it can be read is told now, and not to a guest.
         reader.read(&version, 0..1)?;
         let note = Note::new(location.trim_end_matches('/'), version);
-        let mut open = self.open();
+        let mut open = self.open.lock();
         let id = note.id();
         let cached = match open.get(&id).and_then(Weak::upgrade) {
             Some(cached) => cached,
@@ -142,16 +142,16 @@ impl Objects {
     /// or it can't be opened, which is logged. Nothing is asked of the object store.
     pub fn image(&self, id: ImageId) -> Option<DiskImage> {
         let found = || -> Result<Option<DiskImage>, ObjectError> {
-            let mut open = self.open();
+            let mut open = self.open.lock();
             if let Some(cached) = open.get(&id).and_then(Weak::upgrade) {
                 return image(id, cached).map(Some);
             }
             let path = self.folder.join(id.to_string());
             let failed = |source| ObjectError::Folder { path: path.clone(), source };
             let Some(note) = Note::read(&path).map_err(failed)? else { return Ok(None) };
-            let size_bytes = note.object_version().size_bytes;
-            if note.id() != id || !SIZES.contains(&size_bytes) {
-                return Err(ObjectError::Size { size_bytes });
+            check_size(note.object_version().size_bytes)?;
+            if note.id() != id {
+                return Ok(None);
             }
             let (readers, location) = (Arc::clone(&self.readers), note.location.clone());
             let reader =
@@ -173,11 +173,11 @@ impl Objects {
                 let cached = id.and_then(|id| open.get(&id));
                 cached.is_some_and(|cached| cached.strong_count() > 0)
             };
-            if is_open(&self.open()) || id.is_some_and(&is_needed) {
+            if is_open(&self.open.lock()) || id.is_some_and(&is_needed) {
                 continue;
             }
             // One that was opened meanwhile stays. No disk is made on one that goes.
-            let open = self.open();
+            let open = self.open.lock();
             if !is_open(&open)
                 && let Err(error) = fs::remove_dir_all(entry.path())
             {
@@ -199,13 +199,17 @@ impl Objects {
         open.insert(note.id(), Arc::downgrade(&cached));
         Ok(cached)
     }
+}
 
-    fn open(&self) -> MutexGuard<'_, BTreeMap<ImageId, Weak<Cached>>> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+/// Before files are made of that size.
+fn check_size(size_bytes: u64) -> Result<(), ObjectError> {
+    match size_bytes {
+        DISK_BYTES_MIN..=DISK_BYTES_MAX => Ok(()),
+        _ => Err(ObjectError::Size { size_bytes }),
     }
 }
 
-/// Of a reader that can't be made.
+/// What a read is told whose reader can't be made.
 fn no_reader(location: &str, error: ObjectError) -> BlobError {
     let (action, key, place) = ("open", location.to_owned(), "the object store".to_owned());
     BlobError::Failed { action, key, place, why: Failure::Denied, source: Box::new(error) }

@@ -37,8 +37,8 @@ impl Fake {
     }
 
     fn replace(&self) {
-        *self.bytes.lock().expect("a test") = content(41);
-        "two".clone_into(&mut self.etag.lock().expect("a test"));
+        *self.bytes.lock() = content(41);
+        "two".clone_into(&mut self.etag.lock());
     }
 
     fn reads(&self) -> usize {
@@ -48,13 +48,13 @@ impl Fake {
 
 impl Reader for Fake {
     fn version(&self) -> Result<ObjectVersion, BlobError> {
-        let etag = self.etag.lock().expect("a test").clone();
+        let etag = self.etag.lock().clone();
         let size_bytes = self.size_bytes.load(Ordering::SeqCst);
         Ok(ObjectVersion { size_bytes, etag, version: None })
     }
 
     fn read(&self, of: &ObjectVersion, range: std::ops::Range<u64>) -> Result<Bytes, BlobError> {
-        if of.etag != *self.etag.lock().expect("a test") {
+        if of.etag != *self.etag.lock() {
             let (key, place) = ("base.raw".to_owned(), "memory".to_owned());
             let (action, why, source) = ("get", Failure::Changed, "it was replaced".into());
             return Err(BlobError::Failed { action, key, place, why, source });
@@ -64,10 +64,10 @@ impl Reader for Fake {
             return Ok(Bytes::from_static(b"x"));
         }
         self.reads.fetch_add(1, Ordering::SeqCst);
-        assert!(self.asked.lock().expect("a test").insert(range.start), "{range:?} again");
+        assert!(self.asked.lock().insert(range.start), "{range:?} again");
         std::thread::park_timeout(std::time::Duration::from_millis(5));
         let at = |offset: u64| usize::try_from(offset).expect("small");
-        let bytes = self.bytes.lock().expect("a test");
+        let bytes = self.bytes.lock();
         Ok(Bytes::copy_from_slice(&bytes[at(range.start)..at(range.end)]))
     }
 }
@@ -131,7 +131,7 @@ fn an_object_that_was_replaced_is_an_error_and_another_disk() {
     let old = objects.disk("s3://bucket/base.raw").expect("a disk");
     assert_eq!(read(&old, 0, 1).expect("read"), wanted(37, 0, 1));
     fake.replace();
-    fake.asked.lock().expect("a test").clear();
+    fake.asked.lock().clear();
     // What is here is still read. What is not is never the new content.
     assert_eq!(read(&old, 1, 1).expect("read"), wanted(37, 1, 1));
     let error = read(&old, 300, 1).expect_err("it is gone").to_string();
@@ -148,7 +148,7 @@ fn a_full_host_reads_and_keeps_nothing() {
     let objects = objects(folder.path(), &fake, u64::MAX);
     let image = objects.disk("s3://bucket/base.raw").expect("a disk");
     assert_eq!(read(&image, 3, 2).expect("read"), wanted(37, 3, 2));
-    fake.asked.lock().expect("a test").clear();
+    fake.asked.lock().clear();
     assert_eq!(read(&image, 3, 2).expect("read"), wanted(37, 3, 2));
     assert_eq!(fake.reads(), 2);
 }
@@ -178,6 +178,30 @@ fn what_was_not_noted_is_fetched_again_and_no_credentials_are_needed_for_the_res
     let mode =
         std::os::unix::fs::PermissionsExt::mode(&fs::metadata(of).expect("there").permissions());
     assert_eq!(mode & 0o077, 0, "others can't enter");
+}
+
+#[test]
+fn after_a_crash_of_the_host_nothing_is_taken_for_fetched() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let fake = Fake::new();
+    let id = {
+        let objects = objects(folder.path(), &fake, 0);
+        let image = objects.disk("s3://bucket/base.raw").expect("a disk");
+        assert_eq!(read(&image, 0, 1).expect("read"), wanted(37, 0, 1));
+        image.id()
+    };
+    // The note is durable. What it speaks of may be lost.
+    let of = folder.path().join(id.to_string());
+    let note = fs::read_to_string(of.join("object.json")).expect("there");
+    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").expect("there");
+    fs::write(of.join("object.json"), note.replace(boot.trim(), "an earlier one"))
+        .expect("written");
+    let data = fs::File::options().write(true).open(of.join("data")).expect("there");
+    std::os::unix::fs::FileExt::write_all_at(&data, &[0; 4096], 0).expect("written");
+    fake.asked.lock().clear();
+    let again = objects(folder.path(), &fake, 0);
+    let image = again.image(id).expect("it is known");
+    assert_eq!(read(&image, 0, 1).expect("read"), wanted(37, 0, 1));
 }
 
 #[test]

@@ -104,7 +104,7 @@ pub enum StoreError {
     #[error("`{}` {reason}", path.display())]
     Unread { path: PathBuf, reason: String },
     #[error(
-        "the disk {0} that it began with is not here: it was in a stored snapshot, which is not in the store any more, or on another host"
+        "the disk {0} that it began with is not here: it was a stored snapshot or an object, which this host does not know any more, or was on another host"
     )]
     Base(ImageId),
     #[error(
