@@ -20,8 +20,11 @@ pub(super) async fn run(global: &Global, config: RunConfig) -> anyhow::Result<Ex
             if is_snapshot(client, &name).await? {
                 return start::run(client, snapshot?).await;
             }
-            match boot::run(client, image?).await {
-                Err(error) if is_not_found(&error) => Err(error)
+            let image = image?;
+            // Else it may be what a disk begins with.
+            let is_the_name = image.request.disks.is_empty();
+            match boot::run(client, image).await {
+                Err(error) if is_the_name && is_not_found(&error) => Err(error)
                     .hint("list the names with `vmfork image ls` and `vmfork snapshot ls`"),
                 ended => ended,
             }
