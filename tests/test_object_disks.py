@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -125,6 +126,7 @@ def test_what_a_killed_daemons_vm_wrote_on_an_object_is_given_back(
         vm = client.run(image, name="one", memory_mib=128, disks=[vmfork.NewDisk.s3("data", location)])
         vm.exec("head -c 4096 /dev/zero | tr '\\0' x | dd of=/dev/vdb bs=4096 seek=1 oflag=direct", check=True)
         assert _read(vm, 7) == content[7 * MIB : 8 * MIB]
+        before = f"{_kept(host) >> 18} units were kept, {shutil.disk_usage(host.state).free >> 20} MiB free"
         host.kill()
         # What is here needs no server.
         store.answers = False
@@ -136,7 +138,8 @@ def test_what_a_killed_daemons_vm_wrote_on_an_object_is_given_back(
         wanted = bytearray(content)
         wanted[4096:8192] = b"x" * 4096
         assert exported.read_bytes() == bytes(wanted)
-        assert store.again_bytes <= MIB, "what had come was there, but for what was on its way"
+        # What had come was there, but for what was on its way.
+        assert store.again_bytes <= MIB, f"{before}; asked again for {store.again()}"
         client.remove_disk(left.id)
         eventually(lambda: _kept(host) == 0, 20, "nothing of it is left")
 

@@ -26,6 +26,7 @@ from .. import world as w
 TITLE = "What a VM reads of an image, on many hosts at once"
 
 RATE = "100mbit"
+RATE_BYTES_PER_S = 12_500_000
 #: Hosts that play.
 COUNTS = (1, 4, 16)
 COUNTS_QUICK = (1, 4)
@@ -128,18 +129,22 @@ class Stage:
             assert player.returncode == 0
             return w.now_ms() - begin, float(out.split()[1])
 
-        before = self.made.sent_bytes()
+        links, busy = self.made.link_bytes(), w.busy_ms()
         try:
             with ThreadPoolExecutor(len(hosts)) as pool:
                 took, waited = zip(*pool.map(one, hosts), strict=True)
         finally:
             _end(servers, signal.SIGINT)
             _end(players, signal.SIGKILL)
+        busy = (w.busy_ms() - busy) / w.cores()
+        used = [now - then for now, then in zip(self.made.link_bytes(), links, strict=True)]
         labels = {"image": way, "hosts": len(hosts), "links": RATE}
+        self.world.figures.series("played_busy_ms", **labels, time="processors, each").add(busy)
+        self.world.figures.series("played_link_ms", **labels, time="the busiest link, one way").add(1000 * max(used) / RATE_BYTES_PER_S)
         self.world.figures.series("played_ms", **labels).add(sum(took) / len(took))
         self.world.figures.series("played_last_ms", **labels).add(max(took))
         self.world.figures.series("played_waited_ms", **labels).add(sum(waited) / len(waited))
-        self.world.figures.series("played_sent_mib", **labels).add((self.made.sent_bytes() - before) / (1 << 20))
+        self.world.figures.series("played_sent_mib", **labels).add(used[0] / (1 << 20))
 
 
 @contextlib.contextmanager

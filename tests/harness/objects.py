@@ -21,7 +21,8 @@ class Objects:
         self.sent_bytes = 0
         #: Bytes that were sent before.
         self.again_bytes = 0
-        self._sent: set[tuple[str, int]] = set()
+        #: Path and offset of each range, as they were sent.
+        self._sent: list[tuple[str, int]] = []
         #: Whether requests are answered; else they are refused.
         self.answers = True
         #: Whether bytes are given; else only what an object is.
@@ -34,6 +35,11 @@ class Objects:
         """→ its location."""
         self._content[key] = content
         return f"s3://{BUCKET}/{key}"
+
+    def again(self) -> list[tuple[int, str, int]]:
+        """What was sent before: at which number, path and offset."""
+        sent = self._sent
+        return [(at, *one) for at, one in enumerate(sent) if one in sent[:at]]
 
     def environment(self) -> dict[str, str]:
         """What a daemon has to know."""
@@ -63,7 +69,7 @@ class Objects:
             with self._lock:
                 self.sent_bytes += len(part)
                 self.again_bytes += len(part) if (path, first) in self._sent else 0
-                self._sent.add((path, first))
+                self._sent.append((path, first))
         return 206, {**told, "Content-Range": f"bytes {first}-{first + len(part) - 1}/{len(content)}"}, part
 
 

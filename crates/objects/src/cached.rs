@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::{self, Read as _};
 use std::os::unix::fs::{DirBuilderExt as _, FileExt as _};
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use bytes::Bytes;
@@ -104,6 +104,8 @@ pub(crate) struct Cached {
     units: File,
     floor_bytes: u64,
     state: Mutex<State>,
+    /// Whether it was said that there was no room.
+    was_full: AtomicBool,
     /// The unit that was read last.
     last: AtomicU64,
     ahead: Weak<Ahead>,
@@ -123,7 +125,17 @@ impl Cached {
         (floor_bytes, ahead): (u64, &Arc<Ahead>),
     ) -> io::Result<Arc<Self>> {
         make_private(folder)?;
-        let is_known = Note::read(folder).ok().flatten().is_some_and(|old| old.is_of_this_boot());
+        let old = Note::read(folder).unwrap_or_else(|error| {
+            tracing::warn!(folder = %folder.display(), %error, "its note can't be read: it is fetched again");
+            None
+        });
+        let is_known = old.as_ref().is_some_and(Note::is_of_this_boot);
+        if old.is_some() && !is_known {
+            tracing::info!(
+                location = note.location,
+                "the host has ended since it was fetched: it is fetched again"
+            );
+        }
         let version = note.object_version();
         let mut options = File::options();
         options.read(true).write(true).create(true).truncate(!is_known);
@@ -149,6 +161,7 @@ impl Cached {
             units: list,
             floor_bytes,
             state: Mutex::new(state),
+            was_full: AtomicBool::new(false),
             last: AtomicU64::new(NONE),
             ahead: Arc::downgrade(ahead),
             this: Weak::clone(this),
@@ -208,7 +221,14 @@ impl Cached {
             self.file.write_all_at(bytes, unit * UNIT_BYTES)?;
             self.units.write_all_at(&[1], unit)
         };
-        has_room && write().is_ok()
+        let is_kept = has_room && write().is_ok();
+        if !is_kept && !self.was_full.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                location = self.location,
+                "the host has no room for what is read of the object: it is read again each time"
+            );
+        }
+        is_kept
     }
 
     /// A read that follows on another one has more units fetched.

@@ -25,10 +25,11 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 use vmfork_api::ErrorBody;
 use vmfork_cluster::HostId;
-use vmfork_store::{BlobError, SnapshotId};
+use vmfork_store::{BlobError, SnapshotId, VerifiedChunk};
 
 use self::swarm::{Answer, Common, ImageSwarm, ask_all};
 use crate::error::{CallError, StoredError};
@@ -78,7 +79,7 @@ pub trait Images: Debug + Send + Sync {
     ///
     /// # Errors
     /// It can't be written.
-    fn keep(&self, chunk: &blake3::Hash, file: &[u8]) -> Result<(), ErrorBody>;
+    fn keep(&self, chunk: &VerifiedChunk<Bytes>) -> Result<(), ErrorBody>;
 }
 
 /// Which files a host is asked for.

@@ -147,6 +147,10 @@ impl Blobs for PeerStore {
         Ok(())
     }
 
+    fn verifies_chunks(&self) -> bool {
+        true
+    }
+
     fn in_flight(&self) -> usize {
         IN_FLIGHT
     }

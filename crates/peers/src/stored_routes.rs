@@ -119,10 +119,6 @@ impl Of {
         let chunk = swarm.chunk(&member.hosts, key, hash, true).await;
         let chunk = chunk.map_err(StoredError::Missing)?;
         stored.given(true);
-        // It is given all the same.
-        if let Err(error) = block_in_place(|| here.keep(&hash, &chunk)) {
-            tracing::warn!(%error, "a chunk that was brought for another host is not kept");
-        }
         Ok(Some(chunk))
     }
 }

@@ -25,8 +25,8 @@ use vmfork_disk::Lower as _;
 use vmfork_guest_image::{Arrival, INITRD_FILE, ImageFiles, KERNEL_FILE, Metadata, ROOT_FILE};
 use vmfork_image::{PAGE_BYTES, PageIdx, PageRange};
 use vmfork_store::{
-    BlobError, Compression, Draft, Extent, ImageDraft, KeyOf, Role, SnapshotId, StoreError, Work,
-    is_origin,
+    BlobError, Compression, Draft, Extent, ImageDraft, KeyOf, Role, SnapshotId, StoreError,
+    VerifiedChunk, Work, is_origin,
 };
 
 use crate::create::{CHUNK_PAGES, ZSTD_LEVEL};
@@ -489,9 +489,9 @@ impl Library {
     /// Keep a chunk that was brought for another host. Blocking.
     ///
     /// # Errors
-    /// It is another one, or can't be written.
-    pub fn keep_chunk(&self, hash: &blake3::Hash, file: &[u8]) -> Result<(), StoreError> {
-        self.snapshots.store.keep_chunk(hash, file)
+    /// It can't be written.
+    pub fn keep_chunk(&self, chunk: &VerifiedChunk<impl AsRef<[u8]>>) -> Result<(), StoreError> {
+        self.snapshots.store.keep_chunk(chunk)
     }
 
     /// While this is held, no image becomes one here, and none goes.

@@ -79,6 +79,11 @@ pub trait Blobs: Debug + Send + Sync {
         1
     }
 
+    /// Whether a chunk that `get` gives has the content that its name says: it looks itself.
+    fn verifies_chunks(&self) -> bool {
+        false
+    }
+
     /// Remove what interrupted puts left. Returns the bytes.
     ///
     /// # Errors

@@ -8,7 +8,6 @@ use crate::files::read_descriptor;
 use crate::format::chunk;
 use crate::format::descriptor::{Descriptor, SnapshotId};
 use crate::names::{FORMAT_KEY, ORIGIN, PROFILE, chunk_key, chunk_of, snapshot_of};
-use crate::source::decode_chunk;
 use crate::store::Store;
 
 /// What a key of a store names.
@@ -52,10 +51,28 @@ fn ending(key: &str) -> Option<&str> {
     snapshot_of(key).and_then(|(_, file)| Some(file.rsplit_once('.')?.1))
 }
 
-/// Whether these are the bytes of this chunk's file: they have its content.
-#[must_use]
-pub fn is_chunk(hash: &Hash, file: &[u8]) -> bool {
-    chunk::decode(file, hash).is_ok()
+/// The file of a chunk that has the content that its name says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct VerifiedChunk<B> {
+    hash: Hash,
+    file: B,
+}
+
+impl<B: AsRef<[u8]>> VerifiedChunk<B> {
+    /// `None`: these bytes have another content, or none.
+    pub fn verify(hash: Hash, file: B) -> Option<Self> {
+        chunk::decode(file.as_ref(), &hash).is_ok().then_some(Self { hash, file })
+    }
+
+    /// What the chunk is called.
+    pub fn hash(&self) -> &Hash {
+        &self.hash
+    }
+
+    /// As it is stored.
+    pub fn file(&self) -> &B {
+        &self.file
+    }
 }
 
 impl Store {
@@ -79,11 +96,9 @@ impl Store {
     /// Keep a chunk that came from another store.
     ///
     /// # Errors
-    /// It has another content than its name says, or can't be written.
-    pub fn keep_chunk(&self, hash: &Hash, file: &[u8]) -> Result<(), StoreError> {
-        let blobs = self.inner.blobs();
-        decode_chunk(blobs, file, hash, None)?;
-        Ok(blobs.put(&chunk_key(hash), file)?)
+    /// It can't be written.
+    pub fn keep_chunk(&self, chunk: &VerifiedChunk<impl AsRef<[u8]>>) -> Result<(), StoreError> {
+        Ok(self.inner.blobs().put(&chunk_key(&chunk.hash), chunk.file.as_ref())?)
     }
 
     /// The snapshot of this id, whatever it is called.
@@ -122,13 +137,13 @@ mod tests {
         let raw = vec![7; 4096];
         let hash = blake3::hash(&raw);
         let file = ChunkEncoder::new(Compression::None).expect("memory").encode(&raw);
-        assert!(is_chunk(&hash, &file) && !is_chunk(&blake3::hash(b"y"), &file));
-        store.keep_chunk(&blake3::hash(b"y"), &file).expect_err("another one");
+        assert_eq!(VerifiedChunk::verify(blake3::hash(b"y"), &file), None, "another one");
         let mut changed = file.clone();
         changed[100] ^= 1;
-        store.keep_chunk(&hash, &changed).expect_err("damaged");
+        assert_eq!(VerifiedChunk::verify(hash, &changed), None, "damaged");
         assert!(store.give(&chunk_key(&hash)).expect_err("nothing").is_not_found());
-        store.keep_chunk(&hash, &file).expect("kept");
+        let chunk = VerifiedChunk::verify(hash, &file).expect("it is");
+        store.keep_chunk(&chunk).expect("kept");
         assert_eq!(store.give(&chunk_key(&hash)).expect("there"), file);
         assert!(matches!(store.give("../x"), Err(BlobError::BadKey { .. })));
     }

@@ -62,7 +62,7 @@ pub use format::descriptor::{
 pub use format::role::{DeviceName, Role, RoleError};
 pub use format::table::{Extent, Table};
 pub use format::{Compression, Flaw};
-pub use give::{KeyOf, is_chunk, is_origin, is_profile};
+pub use give::{KeyOf, VerifiedChunk, is_origin, is_profile};
 pub use hot::HotChunks;
 pub use names::{NAME_BYTES_MAX, name_is_valid};
 pub use profile::WorkingSetReader;

@@ -2,14 +2,14 @@
 
 use std::sync::{Arc, Weak};
 
-use blake3::Hash;
+use bytes::Bytes;
 use tokio::runtime::Handle;
 use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_host::error::chain;
 use vmfork_peers::{Cluster, StoredImages, Told, Wanted};
 use vmfork_snapshots::guest_images::{Known, StoredHere};
 use vmfork_snapshots::{ClusterImages, Found, Library};
-use vmfork_store::{BlobError, Blobs, SnapshotId};
+use vmfork_store::{BlobError, Blobs, SnapshotId, VerifiedChunk};
 
 /// The other hosts, for this host's store.
 #[derive(Debug)]
@@ -55,10 +55,10 @@ impl StoredImages for Here {
         self.0.upgrade().ok_or_else(ends)?.give(key)
     }
 
-    fn keep(&self, chunk: &Hash, file: &[u8]) -> Result<(), ErrorBody> {
+    fn keep(&self, chunk: &VerifiedChunk<Bytes>) -> Result<(), ErrorBody> {
         let Some(library) = self.0.upgrade() else { return Ok(()) };
         library
-            .keep_chunk(chunk, file)
+            .keep_chunk(chunk)
             .map_err(|error| ErrorBody::new(ErrorCode::Host, "keep a chunk").cause(chain(&error)))
     }
 }

@@ -11,7 +11,7 @@ use bytes::Bytes;
 use futures_util::FutureExt;
 use futures_util::future::{BoxFuture, Shared, join_all};
 use vmfork_cluster::HostId;
-use vmfork_store::{SnapshotId, is_chunk, is_profile};
+use vmfork_store::{SnapshotId, VerifiedChunk, is_profile};
 
 use super::choice::{Ask, Holder, order};
 use super::connections::Connections;
@@ -210,7 +210,14 @@ impl ImageSwarm {
         let may_wait = asks.iter().any(|ask| matches!(ask, Ask::Relay(_)));
         let make = || {
             let (this, hosts, key) = (Arc::clone(self), Arc::clone(hosts), key.to_owned());
-            async move { this.bring(&hosts, &key, hash, asks, relays).await.map_err(Arc::new) }
+            async move {
+                let chunk = this.bring(&hosts, &key, hash, asks, relays).await?;
+                // Once for all that wait for it. What this host reads itself, its store keeps.
+                if relays {
+                    this.keep(&chunk);
+                }
+                Ok(chunk.file().clone())
+            }
         };
         // All that wait for a chunk of this host's own get the same one. Of two hosts that ask each
         // other to bring one, neither waits for what the other waits for.
@@ -249,7 +256,7 @@ impl ImageSwarm {
         hash: Hash,
         mut asks: Vec<Ask>,
         relays: bool,
-    ) -> Result<Bytes, Missing> {
+    ) -> Result<VerifiedChunk<Bytes>, Missing> {
         // The order stays among those that have not failed, and among those that have.
         asks.sort_by_key(|ask| self.is_shunned(ask.host()));
         if asks.is_empty() {
@@ -268,11 +275,11 @@ impl ImageSwarm {
             }
             tried.push(host);
             match self.ask(hosts, ask, key).await {
-                Ok(Some(file)) if is_chunk(&hash, &file) => {
-                    self.common.came.fetch_add(1, Ordering::Relaxed);
-                    return Ok(file);
-                }
-                Ok(Some(_)) => {
+                Ok(Some(file)) => {
+                    if let Some(chunk) = VerifiedChunk::verify(hash, file) {
+                        self.common.came.fetch_add(1, Ordering::Relaxed);
+                        return Ok(chunk);
+                    }
                     let name =
                         hosts.roster.read(|book| book.member(host).map(|it| it.name.clone()));
                     let name = name.unwrap_or_else(|| host.to_string());
@@ -292,6 +299,13 @@ impl ImageSwarm {
             }
         }
         Err(Missing::Failed { asked: tried.len(), damaged, last })
+    }
+
+    /// The other host is given it, whether it is kept or not.
+    fn keep(&self, chunk: &VerifiedChunk<Bytes>) {
+        if let Err(error) = tokio::task::block_in_place(|| self.here.keep(chunk)) {
+            tracing::warn!(%error, "a chunk that was brought for another host is not kept");
+        }
     }
 
     /// A file from one host. `None`: it has none.

@@ -1,16 +1,17 @@
 //! Stored images that hosts pull from each other.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use blake3::Hash;
+use bytes::Bytes;
 use tokio::runtime::Handle;
 use vmfork_api::ErrorBody;
 use vmfork_host::metrics::ImageChunk;
 use vmfork_store::format::Compression;
 use vmfork_store::format::chunk::ChunkEncoder;
-use vmfork_store::{BlobError, Blobs, SnapshotId};
+use vmfork_store::{BlobError, Blobs, SnapshotId, VerifiedChunk};
 
 use super::{One, cluster, silence};
 use crate::stored::{Images, Told, Wanted};
@@ -25,6 +26,8 @@ struct Shelf {
     /// It is one of those that pull the image, or have it.
     has: AtomicBool,
     is_whole: AtomicBool,
+    /// Chunks that were brought for others.
+    kept: AtomicU64,
 }
 
 impl Shelf {
@@ -53,8 +56,9 @@ impl Images for Shelf {
         self.files().get(key).cloned().ok_or_else(absent)
     }
 
-    fn keep(&self, chunk: &Hash, file: &[u8]) -> Result<(), ErrorBody> {
-        self.files().insert(key_of(chunk), file.to_vec());
+    fn keep(&self, chunk: &VerifiedChunk<Bytes>) -> Result<(), ErrorBody> {
+        self.files().insert(key_of(chunk.hash()), chunk.file().to_vec());
+        self.kept.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 }
@@ -130,6 +134,9 @@ async fn each_chunk_leaves_the_host_that_has_all_once() {
     assert_eq!(given[0], u64::from(CHUNKS), "of {given:?}");
     let relayed: u64 = hosts.iter().map(|host| count(host, ImageChunk::Relayed)).sum();
     assert!(relayed > 0 && given[1..].iter().all(|given| *given > 0), "{given:?}");
+    // One that several hosts wait for at the same moment is verified and written once.
+    let kept: u64 = shelves.iter().map(|shelf| shelf.kept.load(Ordering::Relaxed)).sum();
+    assert!(kept <= u64::from(CHUNKS), "{kept}");
     // Its small files come from there, too; where its chunks are, each decides for itself.
     let table = read(&hosts[1], &shelves[1], "snapshots/web/1f-1.table").await;
     assert_eq!(table.expect("there"), b"table");
