@@ -104,8 +104,8 @@ pub(crate) struct Cached {
     units: File,
     floor_bytes: u64,
     state: Mutex<State>,
-    /// Whether it was said that there was no room.
-    was_full: AtomicBool,
+    /// Whether it was said that bytes were not kept.
+    was_unkept: AtomicBool,
     /// The unit that was read last.
     last: AtomicU64,
     ahead: Weak<Ahead>,
@@ -125,17 +125,22 @@ impl Cached {
         (floor_bytes, ahead): (u64, &Arc<Ahead>),
     ) -> io::Result<Arc<Self>> {
         make_private(folder)?;
-        let old = Note::read(folder).unwrap_or_else(|error| {
-            tracing::warn!(folder = %folder.display(), %error, "its note can't be read: it is fetched again");
-            None
-        });
-        let is_known = old.as_ref().is_some_and(Note::is_of_this_boot);
-        if old.is_some() && !is_known {
-            tracing::info!(
-                location = note.location,
-                "the host has ended since it was fetched: it is fetched again"
-            );
-        }
+        let is_known = match Note::read(folder) {
+            Ok(None) => false,
+            Ok(Some(old)) if old.is_of_this_boot() => true,
+            Ok(Some(old)) => {
+                tracing::info!(
+                    ?old,
+                    "an object is fetched again: it is of no boot, or of an earlier one"
+                );
+                false
+            }
+            Err(error) => {
+                let location = &note.location;
+                tracing::warn!(location, %error, "an object is fetched again: its note is damaged");
+                false
+            }
+        };
         let version = note.object_version();
         let mut options = File::options();
         options.read(true).write(true).create(true).truncate(!is_known);
@@ -161,7 +166,7 @@ impl Cached {
             units: list,
             floor_bytes,
             state: Mutex::new(state),
-            was_full: AtomicBool::new(false),
+            was_unkept: AtomicBool::new(false),
             last: AtomicU64::new(NONE),
             ahead: Arc::downgrade(ahead),
             this: Weak::clone(this),
@@ -221,14 +226,16 @@ impl Cached {
             self.file.write_all_at(bytes, unit * UNIT_BYTES)?;
             self.units.write_all_at(&[1], unit)
         };
-        let is_kept = has_room && write().is_ok();
-        if !is_kept && !self.was_full.swap(true, Ordering::Relaxed) {
-            tracing::warn!(
-                location = self.location,
-                "the host has no room for what is read of the object: it is read again each time"
-            );
+        let why = match has_room.then(write) {
+            Some(Ok(())) => return true,
+            Some(Err(error)) => error.to_string(),
+            None => format!("the host keeps {} bytes free", self.floor_bytes),
+        };
+        if !self.was_unkept.swap(true, Ordering::Relaxed) {
+            let location = &self.location;
+            tracing::warn!(location, why, "bytes of an object are not kept, and are fetched again");
         }
-        is_kept
+        false
     }
 
     /// A read that follows on another one has more units fetched.

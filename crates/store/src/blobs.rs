@@ -79,7 +79,7 @@ pub trait Blobs: Debug + Send + Sync {
         1
     }
 
-    /// Whether a chunk that `get` gives has the content that its name says: it looks itself.
+    /// Whether `get` verifies chunks: one that it gives has the content that its name says.
     fn verifies_chunks(&self) -> bool {
         false
     }
