@@ -16,7 +16,7 @@ use crate::trace::Trace;
 use crate::world::simulate;
 
 /// A way for an image to come, as the paper calls it, and how it is simulated.
-const WAYS: [(&str, Mode, bool); 6] = [
+pub(crate) const WAYS: [(&str, Mode, bool); 6] = [
     ("cs_d", Mode::Unicast, false),
     ("cs_p", Mode::Unicast, true),
     ("p2p_d", Mode::Swarm, false),
@@ -45,7 +45,7 @@ pub struct Evaluated {
 }
 
 /// What is evaluated.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Evaluation {
     pub trace: Rc<Trace>,
     /// Of the image.
@@ -57,7 +57,7 @@ pub struct Evaluation {
 }
 
 impl Evaluation {
-    fn scenario(&self, mode: Mode, has_profile: bool, hosts: usize) -> Scenario {
+    pub(crate) fn scenario(&self, mode: Mode, has_profile: bool, hosts: usize) -> Scenario {
         let mut scenario = Scenario::new(mode, self.pages, hosts, &self.trace);
         scenario.seed = self.seed;
         scenario.link = self.link;

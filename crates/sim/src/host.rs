@@ -49,6 +49,8 @@ pub(crate) struct Host {
     /// When the world is going to call `pump`.
     pub(crate) timer_at: Option<Duration>,
     pub(crate) waits: u64,
+    /// When its clone was through with each step of its trace, since its start.
+    pub(crate) played: Vec<Duration>,
     /// Its clone is there from then on.
     pub(crate) starts_at: Duration,
     pub(crate) client: Client,
@@ -106,6 +108,7 @@ impl Host {
             cache,
             timer_at: None,
             waits: 0,
+            played: Vec::new(),
             starts_at,
             client,
             scheduler,
@@ -242,6 +245,7 @@ impl Host {
             let Some(absent) = self.cache.next_absent(rest) else {
                 self.rest = None;
                 self.step += 1;
+                self.played.push(self.clock.saturating_sub(self.starts_at));
                 continue;
             };
             self.rest = Some(rest.from_page(absent.start()));

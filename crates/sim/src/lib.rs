@@ -31,10 +31,12 @@
 #![deny(unsafe_code)]
 
 mod cache;
+mod chart;
 mod client;
 mod draw;
 mod evaluation;
 mod events;
+mod figures;
 mod host;
 mod ledger;
 mod model;
@@ -49,8 +51,9 @@ mod world;
 
 pub use draw::svg;
 pub use evaluation::{Evaluated, Evaluation, Ratio};
+pub use figures::{Figure, Figures};
 pub use model::{Distribution, Network, Playback, Policy, SERVICE};
-pub use report::{Outcome, Report};
+pub use report::{Outcome, Report, SLICE};
 pub use scenario::{Death, Link, Mode, Partition, Scenario, ScenarioError, Slow};
 pub use table::{Row, table};
 pub use trace::{RECORDED, Recorded, Step, Trace, TraceError};

@@ -3,13 +3,15 @@
 #![deny(unsafe_code)]
 
 use std::io::Write as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
 use clap::{Args, Parser, Subcommand};
-use vmfork_sim::{Evaluated, Evaluation, Link, Mode, RECORDED, Row, Scenario, Trace, table};
+use vmfork_sim::{
+    Evaluated, Evaluation, Figures, Link, Mode, RECORDED, Row, Scenario, Trace, table,
+};
 
 /// Simulates how the pages of a VM that was forked come to many hosts.
 #[derive(Debug, Parser)]
@@ -26,21 +28,24 @@ enum Command {
     /// vmTorrent's evaluation: run time over that with the image in memory, simulated and, in
     /// brackets, by its model.
     Vmtorrent(Vmtorrent),
+    /// vmTorrent's figures 4 to 10 as drawings (SVG), simulated and by its model, with what the
+    /// paper says in numbers.
+    Figures(FiguresOptions),
 }
 
+/// What VMs do.
 #[derive(Debug, Args)]
-struct Vmtorrent {
-    /// Numbers of hosts that run a VM, beside the server.
-    #[arg(long, value_delimiter = ',', default_value = "1,2,4,8,16,32,64,100")]
-    hosts: Vec<usize>,
-    /// What each VM does: `boot`, `boot-python`, or another recorded trace.
-    #[arg(long, value_name = "NAME", default_value = "boot-python")]
+struct Load {
+    /// Recorded from real clones: `scan` reads 256 MiB of its parent's, `python` starts a program,
+    /// `idle` runs `true`. Of VMs that boot from an image: `boot`, `boot-python`. Made up:
+    /// `database` reads the whole image in order. Else a file with lines `micros page[+pages] r|w`.
+    #[arg(long, value_name = "NAME|FILE", default_value = "boot-python")]
     trace: String,
     #[arg(long, value_name = "MIB", default_value_t = 1024)]
     image: u64,
-    /// The links' speed, in Mbit/s.
-    #[arg(long, value_name = "MBIT", default_value_t = 100)]
-    link: u64,
+    /// What a VM computes in all, of `database`.
+    #[arg(long, value_name = "MS", default_value_t = 60_000)]
+    compute: u64,
     /// One way, in microseconds.
     #[arg(long, value_name = "US", default_value_t = 100)]
     latency: u64,
@@ -49,6 +54,32 @@ struct Vmtorrent {
     /// With more hosts, only the model's figures.
     #[arg(long, value_name = "N", default_value_t = 1024)]
     simulate_up_to: usize,
+}
+
+#[derive(Debug, Args)]
+struct FiguresOptions {
+    /// Folder for the drawings. It is made if it is absent.
+    folder: PathBuf,
+    /// Numbers of hosts in figures 8 and 9.
+    #[arg(long, value_delimiter = ',', default_value = "1,2,4,8,16,32,64,100")]
+    hosts: Vec<usize>,
+    /// Numbers of hosts in figure 9 alone.
+    #[arg(long, value_delimiter = ',', default_value = "256,1024")]
+    more_hosts: Vec<usize>,
+    #[command(flatten)]
+    load: Load,
+}
+
+#[derive(Debug, Args)]
+struct Vmtorrent {
+    /// Numbers of hosts that run a VM, beside the server.
+    #[arg(long, value_delimiter = ',', default_value = "1,2,4,8,16,32,64,100")]
+    hosts: Vec<usize>,
+    /// The links' speed, in Mbit/s.
+    #[arg(long, value_name = "MBIT", default_value_t = 100)]
+    link: u64,
+    #[command(flatten)]
+    load: Load,
     /// One JSON object for each number of hosts, in an array.
     #[arg(long)]
     json: bool,
@@ -108,21 +139,68 @@ fn main() -> Result<()> {
     match Cli::parse().command {
         Command::Table(options) => print_table(&options),
         Command::Vmtorrent(options) => print_evaluation(&options),
+        Command::Figures(options) => draw_figures(&options),
     }
 }
 
+impl Load {
+    fn evaluation(&self, link_mbit: u64) -> Result<Evaluation> {
+        let pages = self.image.saturating_mul(256);
+        let trace = trace(&self.trace, pages, Duration::from_millis(self.compute))?;
+        let link = Link {
+            bytes_per_s: link_mbit * 1_000_000 / 8,
+            latency: Duration::from_micros(self.latency),
+            ..Link::default()
+        };
+        let (seed, hosts_simulated_max) = (self.seed, self.simulate_up_to);
+        Ok(Evaluation { trace: Rc::new(trace), pages, link, seed, hosts_simulated_max })
+    }
+}
+
+/// By its name, or from a file.
+fn trace(name: &str, pages: u64, compute: Duration) -> Result<Trace> {
+    if let Some(recorded) = RECORDED.iter().find(|recorded| recorded.name == name) {
+        return recorded.trace(pages).with_context(|| format!("the trace `{name}`"));
+    }
+    if name == "database" {
+        return Ok(Trace::database(pages, compute));
+    }
+    let text = std::fs::read_to_string(name).with_context(|| format!("read the trace {name}"))?;
+    Trace::parse(&text, pages).with_context(|| format!("trace {name}"))
+}
+
+/// Fails if promises were broken.
+fn check(violations: usize) -> Result<()> {
+    if violations > 0 {
+        bail!("{violations} promises were broken; the rows say which");
+    }
+    Ok(())
+}
+
+fn draw_figures(options: &FiguresOptions) -> Result<()> {
+    let folder: &Path = &options.folder;
+    std::fs::create_dir_all(folder).with_context(|| format!("make {}", folder.display()))?;
+    let evaluation = options.load.evaluation(100)?;
+    let (hosts, more_hosts) = (options.hosts.clone(), options.more_hosts.clone());
+    let mut out = std::io::stdout().lock();
+    let mut broken = 0;
+    for figure in (Figures { evaluation, hosts, more_hosts }).all()? {
+        let file = folder.join(figure.name).with_extension("svg");
+        std::fs::write(&file, &figure.svg).with_context(|| format!("write {}", file.display()))?;
+        writeln!(out, "{}", file.display())?;
+        for line in &figure.summary {
+            writeln!(out, "    {line}")?;
+        }
+        for violation in &figure.violations {
+            writeln!(out, "    BROKEN: {violation}")?;
+        }
+        broken += figure.violations.len();
+    }
+    check(broken)
+}
+
 fn print_evaluation(options: &Vmtorrent) -> Result<()> {
-    let pages = options.image.saturating_mul(256);
-    let recorded = RECORDED.iter().find(|recorded| recorded.name == options.trace);
-    let recorded = recorded.with_context(|| format!("there is no trace `{}`", options.trace))?;
-    let trace = Rc::new(recorded.trace(pages)?);
-    let link = Link {
-        bytes_per_s: options.link * 1_000_000 / 8,
-        latency: Duration::from_micros(options.latency),
-        ..Link::default()
-    };
-    let (seed, hosts_simulated_max) = (options.seed, options.simulate_up_to);
-    let evaluation = Evaluation { trace, pages, link, seed, hosts_simulated_max };
+    let evaluation = options.load.evaluation(options.link)?;
     let mut out = std::io::stdout().lock();
     let mut all = Vec::new();
     if !options.json {
@@ -139,11 +217,7 @@ fn print_evaluation(options: &Vmtorrent) -> Result<()> {
         serde_json::to_writer_pretty(&mut out, &all).context("write the figures")?;
         writeln!(out)?;
     }
-    let broken: usize = all.iter().map(|evaluated| evaluated.violations.len()).sum();
-    if broken > 0 {
-        bail!("{broken} promises were broken; the rows say which");
-    }
-    Ok(())
+    check(all.iter().map(|evaluated| evaluated.violations.len()).sum())
 }
 
 fn print_table(options: &Table) -> Result<()> {
@@ -172,11 +246,7 @@ fn print_table(options: &Table) -> Result<()> {
     if options.svg {
         write!(out, "{}", vmfork_sim::svg(&rows))?;
     }
-    let broken: usize = rows.iter().map(|row| row.violations.len()).sum();
-    if broken > 0 {
-        bail!("{broken} promises were broken; the rows say which");
-    }
-    Ok(())
+    check(rows.iter().map(|row| row.violations.len()).sum())
 }
 
 enum Traces {
@@ -189,22 +259,9 @@ enum Traces {
 impl Traces {
     fn read(options: &Table) -> Result<Self> {
         let pages = pages(options);
-        if let Some(recorded) = RECORDED.iter().find(|recorded| recorded.name == options.trace) {
-            let trace = recorded.trace(pages);
-            let trace = trace.with_context(|| format!("the trace `{}`", recorded.name))?;
-            return Ok(Self::Same(Rc::new(trace)));
-        }
         Ok(match options.trace.as_str() {
-            "database" => Self::Same(Rc::new(Trace::database(pages, compute(options)))),
             "clone" => Self::Clones,
-            file => {
-                let path = PathBuf::from(file);
-                let text = std::fs::read_to_string(&path)
-                    .with_context(|| format!("read the trace {}", path.display()))?;
-                let trace = Trace::parse(&text, pages)
-                    .with_context(|| format!("trace {}", path.display()))?;
-                Self::Same(Rc::new(trace))
-            }
+            name => Self::Same(Rc::new(trace(name, pages, compute(options))?)),
         })
     }
 

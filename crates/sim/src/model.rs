@@ -130,6 +130,15 @@ impl Playback {
         self.steps.iter().map(|(time, _)| *time).sum()
     }
 
+    /// *M*: when each access is made if nothing waits, and the bytes that are accessed by then.
+    pub fn cached(&self) -> Vec<(Duration, u64)> {
+        let sums = self.steps.iter().scan((Duration::ZERO, 0), |sum, (time, bytes)| {
+            *sum = (sum.0 + *time, sum.1 + bytes);
+            Some(*sum)
+        });
+        sums.collect()
+    }
+
     /// *P⁻¹(A)* at this rate, in bytes per second.
     pub fn through(&self, policy: Policy, rate: f64) -> Duration {
         self.curve(policy, rate).last().map_or(Duration::ZERO, |(time, _)| *time)

@@ -9,6 +9,7 @@ use vmfork_policy::transfer::multicast::Request;
 use vmfork_policy::transfer::swarm::Route;
 
 use crate::random::Random;
+use crate::report::SLICE;
 use crate::scenario::{Link, Scenario};
 
 /// What waits in an adapter or a switch for longer than this is dropped, if it is a datagram.
@@ -111,6 +112,8 @@ pub(crate) struct Network {
     partition: Option<crate::scenario::Partition>,
     pub(crate) adapters: Vec<Adapter>,
     random: Random,
+    /// What all hosts but the parent's took in, by slice of time.
+    pub(crate) received_bytes_by_slice: Vec<u64>,
     /// Bytes that TCP sent again.
     pub(crate) resent_bytes: u64,
     /// Datagrams, counted at each receiver, that got lost.
@@ -139,6 +142,7 @@ impl Network {
             partition: scenario.partition,
             adapters: (0..=scenario.traces.len()).map(adapter).collect(),
             random,
+            received_bytes_by_slice: Vec::new(),
             resent_bytes: 0,
             lost_datagrams: 0,
         }
@@ -237,6 +241,12 @@ impl Network {
         }
         adapter.in_until = until;
         adapter.received_bytes += bytes;
+        if host > 0 {
+            let slice = usize::try_from(until.as_millis() / SLICE.as_millis()).unwrap_or(0);
+            let slices = &mut self.received_bytes_by_slice;
+            slices.resize(slices.len().max(slice + 1), 0);
+            slices[slice] += bytes;
+        }
         Some(until)
     }
 

@@ -5,6 +5,9 @@ use std::time::Duration;
 use vmfork_image::PageIdx;
 use vmfork_policy::transfer::multicast::Sent;
 
+/// In which what is received is added up.
+pub const SLICE: Duration = Duration::from_millis(250);
+
 /// How a clone ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
@@ -28,6 +31,10 @@ pub struct Report {
     pub received_bytes: Vec<u64>,
     /// Of the bytes sent, those that TCP sent again.
     pub resent_bytes: u64,
+    /// What all hosts with a clone took in, in each [`SLICE`] since the start; pages alone.
+    pub received_bytes_by_slice: Vec<u64>,
+    /// When the first host's clone was through with each step of its trace, since its start.
+    pub played: Vec<Duration>,
     /// Datagrams that got lost, counted at each receiver.
     pub lost_datagrams: u64,
     /// Pages that came to hosts with a clone.

@@ -107,9 +107,7 @@ impl Row {
 
     /// When a clone is through, by vmTorrent's model.
     pub(crate) fn model(scenario: &Scenario) -> Duration {
-        let ahead = !scenario.ahead.is_empty() || scenario.hydrates;
-        let policy = if ahead { Policy::Profile } else { Policy::Demand };
-        let rate = network(scenario).rate(distribution(scenario.mode), policy);
+        let (policy, rate) = modelled(scenario);
         playback(scenario).through(policy, rate)
     }
 
@@ -150,10 +148,17 @@ fn is_done(outcome: &crate::Outcome) -> bool {
 }
 
 /// What the clones of a scenario access, as if each had the first one's trace.
-fn playback(scenario: &Scenario) -> Playback {
+pub(crate) fn playback(scenario: &Scenario) -> Playback {
     let none = Rc::default();
     let trace = scenario.traces.first().unwrap_or(&none);
     trace.playback(UNIT_PAGES, scenario.pages, wire_bytes)
+}
+
+/// What the model takes a scenario for: a policy, and an effective rate in bytes per second.
+pub(crate) fn modelled(scenario: &Scenario) -> (Policy, f64) {
+    let ahead = !scenario.ahead.is_empty() || scenario.hydrates;
+    let policy = if ahead { Policy::Profile } else { Policy::Demand };
+    (policy, network(scenario).rate(distribution(scenario.mode), policy))
 }
 
 fn network(scenario: &Scenario) -> Network {

@@ -533,6 +533,8 @@ impl<'a> World<'a> {
             outcomes: self.hosts.iter().map(outcome).collect(),
             sent_bytes: adapters.iter().map(|adapter| adapter.sent_bytes).collect(),
             received_bytes: adapters.iter().map(|adapter| adapter.received_bytes).collect(),
+            received_bytes_by_slice: self.network.received_bytes_by_slice,
+            played: self.hosts.first().map(|host| host.played.clone()).unwrap_or_default(),
             resent_bytes: self.network.resent_bytes,
             lost_datagrams: self.network.lost_datagrams,
             arrived_pages: self.ledger.arrived_pages,
