@@ -20,7 +20,7 @@ from harness import places
 from harness.cli import Cli
 
 from .. import cluster as c
-from .. import traces, workloads
+from .. import image_profiles, traces, workloads
 from .. import world as w
 
 TITLE = "What a VM reads of an image, on many hosts at once"
@@ -31,7 +31,6 @@ RATE_BYTES_PER_S = 12_500_000
 COUNTS = (1, 4, 16)
 COUNTS_QUICK = (1, 4)
 PORT = 10809
-MEMORY_MIB = 256
 PLAYER = w.ROOT / "bench" / "host" / "player.py"
 DEMAND, NO_PROFILE, PROFILE, LOCAL = "one server, on demand", "peers, no profile", "peers, profile", "a file"
 
@@ -39,21 +38,14 @@ DEMAND, NO_PROFILE, PROFILE, LOCAL = "one server, on demand", "peers, no profile
 def _learn(world: w.World, made: c.Cluster) -> str:
     """What a VM reads, as a player takes it. A second VM then makes the image's profile."""
     daemon, client = made.daemons[0], made.clients[0]
-    folder = str(daemon.folder / "images")
-    client.push_image(world.image, folder)
-    client.remove_image(world.image)
-    client.pull_image(world.image, folder)
-    w.eventually(lambda: client.images()[0].remote is None, 120, "all of it is in the store")
+    image_profiles.pull_whole(world, daemon, client)
     begin, began = daemon.log.stat().st_size, w.now_ms()
-    with client.run(world.image, memory_mib=MEMORY_MIB) as vm:
+    with client.run(world.image, memory_mib=image_profiles.MEMORY_MIB) as vm:
         vm.exec(workloads.IMAGE_WORK, check=True, timeout_s=300)
         end_us, end = round((w.now_ms() - began) * 1000), daemon.log.stat().st_size
     told = daemon.log.read_bytes()[begin:end].decode(errors="replace").splitlines()
     client.reset_image_profile(world.image)
-    with client.run(world.image, memory_mib=MEMORY_MIB, labels={"workload": "bench"}) as vm:
-        vm.exec(workloads.IMAGE_WORK, check=True, timeout_s=300)
-        vm.exec(f"sleep {workloads.WORTH_S}", check=True)
-    w.eventually(lambda: client.image_profile(world.image).workloads != (), 20, "it is learnt")
+    image_profiles.learn(world, client)
     return "".join(f"{one.us} {one.page} {one.pages}\n" for one in traces.runs(traces.reads(told, end_us)))
 
 

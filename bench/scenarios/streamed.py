@@ -1,23 +1,28 @@
 """A VM boots from an image that its host pulls just then, and works: with a profile and without.
 
-As in vmTorrent's evaluation of one host (§4.3). Beside it, in the same run: the same from an image
-that is all there, as a file and in the host's store.
+As in vmTorrent's evaluation: of one host (§4.3), and of as many as two cores can run (§4.4). Beside
+it, in the same run: the same from an image that is all there, as a file and in the host's store.
 """
 
 from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
 
 import vmfork
 
 from harness import metrics
 
 from .. import cluster as c
+from .. import image_profiles
 from .. import world as w
 from ..workloads import IMAGE_WORK, WORTH_S
 
 TITLE = "A VM of an image that still arrives"
 
 RATES = ("1gbit", "100mbit")
-MEMORY_MIB = 256
+MEMORY_MIB = image_profiles.MEMORY_MIB
+#: Hosts that each run a VM at the same moment.
+COUNTS = (2, 4)
 
 
 def _run(client: vmfork.Client, image: str, begin: float, *, record: bool = False) -> float:
@@ -35,6 +40,12 @@ def _whole(client: vmfork.Client) -> None:
 
 
 def run(world: w.World) -> None:
+    _one(world)
+    for count in () if world.quick else COUNTS:
+        _many(world, count)
+
+
+def _one(world: w.World) -> None:
     series, image = world.figures.series, world.image
     for rate in RATES:
         with c.cluster(world, 3, pool=0, rate=rate) as made:
@@ -69,3 +80,41 @@ def run(world: w.World) -> None:
                 series("streamed_ms", image="a file", links=rate).add(_run(client, image, w.now_ms()))
                 for one in (other, client):
                     one.remove_image(image)
+
+
+def _many(world: w.World, count: int) -> None:
+    """VMs on many hosts, each from an image that its host pulls. One host has all of it."""
+    image, rate = world.image, RATES[-1]
+    with c.cluster(world, count + 1, pool=0, rate=rate) as made:
+        seeder, clients = made.clients[0], made.clients[1:]
+        for client in clients:
+            client.remove_image(image)
+        image_profiles.pull_whole(world, made.daemons[0], seeder)
+        seeder.seed_image(image)
+
+        def all_run(way: str, *, pulls: bool) -> None:
+            begin = w.now_ms()
+
+            def one(client: vmfork.Client) -> float:
+                if pulls:
+                    client.pull_image(image)
+                return _run(client, image, begin)
+
+            with ThreadPoolExecutor(count) as pool:
+                took = list(pool.map(one, clients))
+            world.figures.series("streamed_many_ms", image=way, hosts=count, links=rate).add(sum(took) / count)
+
+        def forget() -> None:
+            for client in clients:
+                client.remove_image(image)
+
+        for _ in world.rounds(f"{count} hosts boot and work at {rate}", share=0.1):
+            seeder.reset_image_profile(image)
+            all_run("streamed, no profile", pulls=True)
+            forget()
+            image_profiles.learn(world, seeder)
+            all_run("streamed, with its profile", pulls=True)
+            for client in clients:
+                client.pull_image(image, wait=True)
+            all_run("a file", pulls=False)
+            forget()
