@@ -177,6 +177,34 @@ def test_a_file_of_the_host_is_the_base_of_a_disk_and_stays_as_it_is(
 
 
 @pytest.mark.slow
+def test_a_base_that_changes_under_a_vm_stalls_it_until_it_is_restored(
+    client: vmfork.Client, image: str, tmp_path: Path
+) -> None:
+    base = tmp_path / "base.raw"
+    content = os.urandom(8 * MIB)
+    base.write_bytes(content)
+    os.utime(base, ns=(10**18, 10**18))
+    with client.run(image, name="unlucky", disks=[vmfork.NewDisk.file("base", str(base))]) as vm:
+        (clone,) = vm.fork(1).raise_for_errors()
+        with base.open("r+b") as file:
+            file.write(b"not what it was")
+        read = "dd if=/dev/vdb of=/run/late bs=1M skip=3 count=1 iflag=direct > /dev/null 2>&1 &"
+        for one in (vm, clone):
+            one.exec(read, check=True)
+        for one in (vm, clone):
+            eventually(lambda one=one: one.inspect().state is vmfork.VmState.STALLED, 30, "it stalls")
+            assert f"`{base}` has changed" in (one.inspect().reason or "")
+        with base.open("r+b") as file:
+            file.write(content[: len(b"not what it was")])
+        os.utime(base, ns=(10**18, 10**18))
+        for one in (vm, clone):
+            eventually(lambda one=one: one.inspect().state is vmfork.VmState.RUNNING, 60, "it goes on")
+            eventually(lambda one=one: one.exec("stat -c %s /run/late").stdout_text.strip() == str(MIB), 60, "it has read")
+            assert one.read_file("/run/late") == content[3 * MIB : 4 * MIB]
+        clone.remove(force=True)
+
+
+@pytest.mark.slow
 def test_a_root_on_a_disk_is_forked_and_is_no_memory(client: vmfork.Client, image: str) -> None:
     """More than memory fits is written to the root, and each clone goes on with its own."""
     with client.run(

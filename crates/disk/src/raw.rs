@@ -1,8 +1,8 @@
 //! A raw file as a base: whole disks as `qemu-img` writes them.
 //!
-//! Promises: it is opened read-only. Holes are zeros without a read. A file that became another one
-//! is noticed when it is asked ([`RawFile::is_unchanged`]); bytes are read from the file that was
-//! opened.
+//! Promises: it is opened read-only. Holes are zeros without a read. Bytes are read from the file
+//! that was opened. If it has changed since then, as far as `stat` tells, a read fails and gives
+//! nothing. Whether the path names another file by now, [`RawFile::is_unchanged`] says.
 //!
 //! Left to others: what happens to VMs on a file that has changed.
 
@@ -47,7 +47,10 @@ pub enum RawError {
     File { path: PathBuf, source: io::Error },
     #[error("`{}` is no regular file", path.display())]
     Kind { path: PathBuf },
-    #[error("`{}` has changed since a disk was made on it: restore the file", path.display())]
+    #[error(
+        "`{}` has changed since a disk was made on it: restore its bytes, its size and its time",
+        path.display()
+    )]
     Changed { path: PathBuf },
 }
 
@@ -130,7 +133,12 @@ impl OwnPages for RawFile {
         let there = usize::try_from(there).unwrap_or(usize::MAX).min(bytes.len());
         let (data, beyond) = bytes.split_at_mut(there);
         beyond.fill(0);
-        self.file.read_exact_at(data, range.byte_offset())
+        let read = self.file.read_exact_at(data, range.byte_offset());
+        // The kernel sets the time before it writes: what was written before the read is noticed.
+        if Stamp::of(&self.file.metadata()?) != self.stamp {
+            return Err(io::Error::other(RawError::Changed { path: self.path.clone() }));
+        }
+        read
     }
 }
 
@@ -158,5 +166,33 @@ mod tests {
         assert!(!raw.is_unchanged());
         assert!(raw.read(PageIdx(16).range(), &mut last).is_err(), "no zeros that were not there");
         assert!(matches!(RawFile::open(folder.path()), Err(RawError::Kind { .. })));
+    }
+
+    #[test]
+    fn what_was_written_to_the_file_later_is_not_read_until_it_is_restored() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("raw");
+        std::fs::write(&path, [7; 3 * 4096]).expect("written");
+        let earlier = std::time::SystemTime::now() - std::time::Duration::from_secs(60);
+        let file = File::options().write(true).open(&path).expect("open");
+        file.set_modified(earlier).expect("set");
+        let raw = RawFile::open(&path).expect("a base");
+        let mut page = [0; 4096];
+        let read = |page: &mut [u8]| raw.read(PageIdx(1).range(), page);
+        read(&mut page).expect("read");
+        // Of the same size, and elsewhere.
+        file.write_all_at(&[8], 2 * 4096).expect("written");
+        let refused = read(&mut page).expect_err("changed");
+        let text = refused.to_string();
+        assert!(text.contains("restore") && text.contains(&path.display().to_string()), "{text}");
+        file.write_all_at(&[7], 2 * 4096).expect("restored");
+        read(&mut page).expect_err("its time differs");
+        file.set_modified(earlier).expect("set");
+        read(&mut page).expect("restored");
+        // Another file of that name is not read at all.
+        std::fs::remove_file(&path).expect("removed");
+        std::fs::write(&path, [9; 3 * 4096]).expect("written");
+        read(&mut page).expect("from the file that was opened");
+        assert!(page == [7; 4096] && !raw.is_unchanged());
     }
 }
