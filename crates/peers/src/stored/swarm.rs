@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use blake3::Hash;
@@ -54,8 +54,19 @@ type Coming = BoxFuture<'static, Result<Bytes, Arc<Missing>>>;
 #[derive(Debug)]
 struct Recent {
     hash: Hash,
-    began: Instant,
+    /// When it came; `None`: it did not.
+    landed: Arc<OnceLock<Option<Instant>>>,
     coming: Shared<Coming>,
+}
+
+impl Recent {
+    /// Whether it comes, or has come a moment ago.
+    fn is_useful(&self) -> bool {
+        match self.landed.get() {
+            None => true,
+            Some(came) => came.is_some_and(|at| at.elapsed() < RECENT_FOR),
+        }
+    }
 }
 
 /// What a member says of a stored image.
@@ -126,7 +137,7 @@ impl ImageSwarm {
     /// Forget chunks that have come a while ago.
     pub(super) fn tidy(&self) {
         let mut recent = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
-        recent.retain(|one| one.coming.peek().is_none() || one.began.elapsed() < RECENT_FOR);
+        recent.retain(Recent::is_useful);
     }
 
     /// Who has the image or pulls it, this host too: as was known last, while that is asked again.
@@ -212,11 +223,13 @@ impl ImageSwarm {
             let (this, hosts, key) = (Arc::clone(self), Arc::clone(hosts), key.to_owned());
             async move {
                 let chunk = this.bring(&hosts, &key, hash, asks, relays).await?;
-                // Once for all that wait for it. What this host reads itself, its store keeps.
+                let file = chunk.file().clone();
+                // Once for all that wait for it, and none waits for this. What this host reads
+                // itself, its store keeps.
                 if relays {
-                    this.keep(&chunk);
+                    drop(tokio::task::spawn_blocking(move || this.keep(&chunk)));
                 }
-                Ok(chunk.file().clone())
+                Ok(file)
             }
         };
         // All that wait for a chunk of this host's own get the same one. Of two hosts that ask each
@@ -231,18 +244,21 @@ impl ImageSwarm {
         F: Future<Output = Result<Bytes, Arc<Missing>>> + Send + 'static,
     {
         let mut recent = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
-        recent.retain(|one| match one.coming.peek() {
-            None => true,
-            Some(outcome) => outcome.is_ok() && one.began.elapsed() < RECENT_FOR,
-        });
+        recent.retain(Recent::is_useful);
         if let Some(one) = recent.iter().find(|one| one.hash == hash) {
             return one.coming.clone();
         }
         // A task of its own: it ends, also when all that waited for it have gone.
-        let task = tokio::spawn(make());
+        let landed = Arc::new(OnceLock::new());
+        let (lands, made) = (Arc::clone(&landed), make());
+        let task = tokio::spawn(async move {
+            let outcome = made.await;
+            lands.get_or_init(|| outcome.is_ok().then(Instant::now));
+            outcome
+        });
         let coming = async { task.await.unwrap_or_else(|_| Err(Arc::new(Missing::Broken))) };
         let coming = coming.boxed().shared();
-        recent.push_back(Recent { hash, began: Instant::now(), coming: coming.clone() });
+        recent.push_back(Recent { hash, landed, coming: coming.clone() });
         if recent.len() > RECENT_MAX {
             recent.pop_front();
         }
@@ -301,9 +317,9 @@ impl ImageSwarm {
         Err(Missing::Failed { asked: tried.len(), damaged, last })
     }
 
-    /// The other host is given it, whether it is kept or not.
+    /// The other host is given it, whether it is kept or not. Blocking.
     fn keep(&self, chunk: &VerifiedChunk<Bytes>) {
-        if let Err(error) = tokio::task::block_in_place(|| self.here.keep(chunk)) {
+        if let Err(error) = self.here.keep(chunk) {
             tracing::warn!(%error, "a chunk that was brought for another host is not kept");
         }
     }
