@@ -16,6 +16,7 @@ class Objects:
 
     def __init__(self) -> None:
         self._content: dict[str, bytes] = {}
+        self._etags: dict[str, str] = {}
         self._lock = threading.Lock()
         #: Bytes that were sent.
         self.sent_bytes = 0
@@ -34,6 +35,7 @@ class Objects:
     def put(self, key: str, content: bytes) -> str:
         """→ its location."""
         self._content[key] = content
+        self._etags[key] = f'"{hashlib.md5(content).hexdigest()}"'
         return f"s3://{BUCKET}/{key}"
 
     def again(self) -> list[tuple[int, str, int]]:
@@ -53,10 +55,11 @@ class Objects:
     def answer(self, path: str, headers: dict[str, str], has_body: bool) -> tuple[int, dict[str, str], bytes]:
         if not self.answers or (has_body and not self.gives):
             return 403, {}, b"<Error><Code>AccessDenied</Code></Error>"
-        content = self._content.get(path.removeprefix(f"/{BUCKET}/"))
+        key = path.removeprefix(f"/{BUCKET}/")
+        content = self._content.get(key)
         if content is None:
             return 404, {}, b"<Error><Code>NoSuchKey</Code></Error>"
-        etag = f'"{hashlib.md5(content).hexdigest()}"'
+        etag = self._etags[key]
         if self.heeds_match and headers.get("if-match", etag) != etag:
             return 412, {}, b"<Error><Code>PreconditionFailed</Code></Error>"
         told = {"ETag": etag, "Last-Modified": "Fri, 27 Nov 2026 00:00:00 GMT"}

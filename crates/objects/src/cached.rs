@@ -1,7 +1,8 @@
 //! One content of an object, and what of it is in a file of this host.
 
-use std::collections::BTreeMap;
-use std::fs::File;
+use std::collections::{BTreeMap, VecDeque};
+use std::fmt;
+use std::fs::{File, OpenOptions};
 use std::io::{self, Read as _};
 use std::os::unix::fs::{DirBuilderExt as _, FileExt as _};
 use std::path::Path;
@@ -12,16 +13,25 @@ use bytes::Bytes;
 use parking_lot::{Condvar, Mutex};
 use vmfork_disk::OwnPages;
 use vmfork_image::{PAGE_BYTES, PageRange};
+use vmfork_store::BlobError;
 use vmfork_store_s3::ObjectVersion;
 
 use crate::ahead::Ahead;
 use crate::note::Note;
 use crate::reader::Reader;
 
+/// Its bytes, each unit at its place.
+const DATA: &str = "data";
+/// A byte for each unit: 1 if `DATA` has it.
+const UNITS: &str = "units";
+
 /// Fetched at a time: an object store takes 10 ms and more for an answer.
 pub(crate) const UNIT_BYTES: u64 = 256 << 10;
 /// Units that are fetched ahead of a read that follows on another one.
 const AHEAD_UNITS: u64 = 4;
+
+/// Units that are remembered of those that were not kept: a guest reads a unit in many parts.
+pub(crate) const UNKEPT_MAX: usize = 4;
 
 /// No unit, and none before the first.
 const NONE: u64 = u64::MAX - 1;
@@ -35,20 +45,48 @@ enum Unit {
     Bytes(Bytes),
 }
 
+/// A unit did not come.
+#[derive(Debug, Clone)]
+enum NotRead {
+    Failed { location: String, error: Arc<BlobError> },
+    GivenUp,
+}
+
+impl fmt::Display for NotRead {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Failed { location, error } => {
+                write!(f, "object `{location}`: {error}")?;
+                error.remedy().map_or(Ok(()), |remedy| write!(f, ": {remedy}"))
+            }
+            Self::GivenUp => f.write_str("the fetch was given up"),
+        }
+    }
+}
+
+impl std::error::Error for NotRead {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Self::Failed { error, .. } => error.source(),
+            Self::GivenUp => None,
+        }
+    }
+}
+
 /// A fetch that is under way, and its outcome for all who wait for it.
 #[derive(Debug, Default)]
 struct Flight {
-    landed: Mutex<Option<Result<Unit, String>>>,
+    landed: Mutex<Option<Result<Unit, NotRead>>>,
     lands: Condvar,
 }
 
 impl Flight {
-    fn land(&self, outcome: Result<Unit, String>) {
+    fn land(&self, outcome: Result<Unit, NotRead>) {
         self.landed.lock().get_or_insert(outcome);
         self.lands.notify_all();
     }
 
-    fn wait(&self) -> Result<Unit, String> {
+    fn wait(&self) -> Result<Unit, NotRead> {
         let mut outcome = self.landed.lock();
         loop {
             if let Some(outcome) = &*outcome {
@@ -69,7 +107,7 @@ struct Landing<'a> {
 impl Drop for Landing<'_> {
     fn drop(&mut self) {
         self.of.state.lock().flying.remove(&self.unit);
-        self.flight.land(Err("the fetch was given up".to_owned()));
+        self.flight.land(Err(NotRead::GivenUp));
     }
 }
 
@@ -78,6 +116,8 @@ struct State {
     here: Vec<u64>,
     /// Being fetched.
     flying: BTreeMap<u64, Arc<Flight>>,
+    /// The last ones that were not kept.
+    unkept: VecDeque<(u64, Bytes)>,
 }
 
 impl State {
@@ -89,6 +129,17 @@ impl State {
     fn set(&mut self, unit: u64) {
         if let Some(word) = usize::try_from(unit / 64).ok().and_then(|at| self.here.get_mut(at)) {
             *word |= 1 << (unit % 64);
+        }
+    }
+
+    fn unkept(&self, unit: u64) -> Option<Bytes> {
+        self.unkept.iter().find(|(of, _)| *of == unit).map(|(_, bytes)| bytes.clone())
+    }
+
+    fn remember(&mut self, unit: u64, bytes: Bytes) {
+        self.unkept.push_back((unit, bytes));
+        if self.unkept.len() > UNKEPT_MAX {
+            self.unkept.pop_front();
         }
     }
 }
@@ -125,39 +176,35 @@ impl Cached {
         (floor_bytes, ahead): (u64, &Arc<Ahead>),
     ) -> io::Result<Arc<Self>> {
         make_private(folder)?;
-        let is_known = match Note::read(folder) {
-            Ok(None) => false,
-            Ok(Some(old)) if old.is_of_this_boot() => true,
-            Ok(Some(old)) => {
-                tracing::info!(
-                    ?old,
-                    "an object is fetched again: it is of no boot, or of an earlier one"
-                );
-                false
-            }
-            Err(error) => {
+        let version = note.object_version();
+        let known = match known(folder, note) {
+            Ok(known) => known,
+            Err(why) => {
                 let location = &note.location;
-                tracing::warn!(location, %error, "an object is fetched again: its note is damaged");
-                false
+                tracing::warn!(location, why, "an object is fetched again");
+                None
             }
         };
-        let version = note.object_version();
-        let mut options = File::options();
-        options.read(true).write(true).create(true).truncate(!is_known);
-        let (file, list) =
-            (options.open(folder.join("data"))?, options.open(folder.join("units"))?);
-        file.set_len(version.size_bytes.next_multiple_of(PAGE_BYTES))?;
+        let (file, list, floor_bytes) = match known {
+            Some((file, list)) => (file, list, floor_bytes),
+            None => {
+                let (file, list) = empty(folder, &version)?;
+                let noted = note.write(folder);
+                // Nothing is kept that no note speaks of.
+                let floor_bytes = match noted {
+                    Err(error) if error.kind() == io::ErrorKind::StorageFull => u64::MAX,
+                    noted => noted.map(|()| floor_bytes)?,
+                };
+                (file, list, floor_bytes)
+            }
+        };
         let units = version.size_bytes.div_ceil(UNIT_BYTES);
         let words = usize::try_from(units.div_ceil(64)).map_err(io::Error::other)?;
-        let mut state = State { here: vec![0; words], flying: BTreeMap::new() };
-        if is_known {
-            let mut known = Vec::new();
-            (&list).take(units).read_to_end(&mut known)?;
-            let here = (0..).zip(known).filter(|(_, byte)| *byte == 1);
-            here.for_each(|(unit, _)| state.set(unit));
-        } else {
-            Note::new(&note.location, version.clone()).write(folder)?;
-        }
+        let mut state = State { here: vec![0; words], ..State::default() };
+        let mut marks = Vec::new();
+        (&list).take(units).read_to_end(&mut marks)?;
+        let here = (0..).zip(marks).filter(|(_, byte)| *byte == 1);
+        here.for_each(|(unit, _)| state.set(unit));
         Ok(Arc::new_cyclic(|this| Self {
             location: note.location.clone(),
             version,
@@ -187,6 +234,9 @@ impl Cached {
         if state.has(unit) {
             return Ok(Unit::Here);
         }
+        if let Some(bytes) = state.unkept(unit) {
+            return Ok(Unit::Bytes(bytes));
+        }
         if let Some(flight) = state.flying.get(&unit) {
             let flight = Arc::clone(flight);
             drop(state);
@@ -200,36 +250,38 @@ impl Cached {
             true => Unit::Here,
             false => Unit::Bytes(bytes),
         });
-        if matches!(outcome, Ok(Unit::Here)) {
-            self.state.lock().set(unit);
+        match &outcome {
+            Ok(Unit::Here) => self.state.lock().set(unit),
+            Ok(Unit::Bytes(bytes)) => self.state.lock().remember(unit, bytes.clone()),
+            Err(_) => {}
         }
         landing.flight.land(outcome.clone());
         outcome.map_err(io::Error::other)
     }
 
-    fn get(&self, unit: u64) -> Result<Bytes, String> {
+    fn get(&self, unit: u64) -> Result<Bytes, NotRead> {
         let start = unit * UNIT_BYTES;
         let end = (start + UNIT_BYTES).min(self.version.size_bytes);
-        self.reader.read(&self.version, start..end).map_err(|error| {
-            let remedy = error.remedy().map(|remedy| format!(": {remedy}")).unwrap_or_default();
-            format!("object `{}`: {error}{remedy}", self.location)
-        })
+        let read = self.reader.read(&self.version, start..end);
+        let location = || self.location.clone();
+        read.map_err(|error| NotRead::Failed { location: location(), error: Arc::new(error) })
     }
 
     /// → whether it is in the file.
     fn keep(&self, unit: u64, bytes: &[u8]) -> bool {
-        let has_room = rustix::fs::fstatvfs(&self.file).is_ok_and(|found| {
+        let write = || -> io::Result<()> {
+            let found = rustix::fs::fstatvfs(&self.file)?;
             let free = found.f_bavail.saturating_mul(found.f_frsize);
-            free.saturating_sub(UNIT_BYTES) >= self.floor_bytes
-        });
-        let write = || {
+            if free.saturating_sub(UNIT_BYTES) < self.floor_bytes {
+                let text = format!("the host keeps {} bytes free", self.floor_bytes);
+                return Err(io::Error::other(text));
+            }
             self.file.write_all_at(bytes, unit * UNIT_BYTES)?;
             self.units.write_all_at(&[1], unit)
         };
-        let why = match has_room.then(write) {
-            Some(Ok(())) => return true,
-            Some(Err(error)) => error.to_string(),
-            None => format!("the host keeps {} bytes free", self.floor_bytes),
+        let why = match write() {
+            Ok(()) => return true,
+            Err(error) => error.to_string(),
         };
         if !self.was_unkept.swap(true, Ordering::Relaxed) {
             let location = &self.location;
@@ -305,6 +357,44 @@ impl OwnPages for Cached {
 fn units_of(range: PageRange) -> std::ops::Range<u64> {
     let end = range.byte_offset() + range.byte_len();
     range.byte_offset() / UNIT_BYTES..end.div_ceil(UNIT_BYTES)
+}
+
+/// Length of the file of its bytes.
+fn data_bytes(version: &ObjectVersion) -> u64 {
+    version.size_bytes.next_multiple_of(PAGE_BYTES)
+}
+
+/// The files of what an earlier daemon fetched. `None`: it was nothing.
+///
+/// # Errors
+/// Why it can't be used, in words.
+fn known(folder: &Path, note: &Note) -> Result<Option<(File, File)>, String> {
+    let damaged = |error: io::Error| format!("what is here of it can't be read: {error}");
+    let Some(old) = Note::read(folder).map_err(damaged)? else { return Ok(None) };
+    if !old.is_as(note) {
+        return Err("the host was started since, or can't tell".to_owned());
+    }
+    let mut options = OpenOptions::new();
+    options.read(true).write(true);
+    let file = options.open(folder.join(DATA)).map_err(damaged)?;
+    // Of a file that was made since, or cut, no unit is there.
+    let (found, wanted) =
+        (file.metadata().map_err(damaged)?.len(), data_bytes(&note.object_version()));
+    if found != wanted {
+        return Err(format!("what is here of it has {found} bytes in place of {wanted}"));
+    }
+    let units = options.open(folder.join(UNITS)).map_err(damaged)?;
+    Ok(Some((file, units)))
+}
+
+/// Files without a unit. Those of an earlier daemon lose their marks before their bytes.
+fn empty(folder: &Path, version: &ObjectVersion) -> io::Result<(File, File)> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).create(true).truncate(true);
+    let units = options.open(folder.join(UNITS))?;
+    let file = options.open(folder.join(DATA))?;
+    file.set_len(data_bytes(version))?;
+    Ok((file, units))
 }
 
 /// A folder that only the daemon's user can enter.

@@ -10,8 +10,8 @@
 //! in order fetch ahead.
 //!
 //! Promises: all bytes are those of the content that the object had when a disk was made on it, or
-//! there is an error. After a restart, what was fetched is there. After a crash of the host it is
-//! fetched again. Where the host has no room, bytes are read and not kept.
+//! there is an error. After a restart, what was fetched is there, if a disk lies on it. After a
+//! crash of the host it is fetched again. Where the host has no room, bytes are read and not kept.
 //!
 //! Not promised: that the object store gives the bytes that were put. They have no hash.
 //!
@@ -39,7 +39,7 @@ use vmfork_store_s3::{Location, LocationError, OpenError, RawObject, Settings};
 
 use self::ahead::Ahead;
 use self::cached::{Cached, make_private};
-use self::note::Note;
+use self::note::{Boot, Note};
 use self::reader::{Later, Reader};
 
 /// An object that no disk can begin with.
@@ -85,6 +85,7 @@ pub struct Objects {
     floor_bytes: u64,
     readers: Readers,
     ahead: Arc<Ahead>,
+    boot: Boot,
     open: Mutex<BTreeMap<ImageId, Weak<Cached>>>,
 }
 
@@ -115,7 +116,8 @@ impl Objects {
         let failed = |source| ObjectError::Folder { path: folder.to_owned(), source };
         make_private(folder).map_err(failed)?;
         let ahead = Arc::new(Ahead::start().map_err(failed)?);
-        Ok(Self { folder: folder.to_owned(), floor_bytes, readers, ahead, open: Mutex::default() })
+        let (folder, boot, open) = (folder.to_owned(), Boot::this(), Mutex::default());
+        Ok(Self { folder, floor_bytes, readers, ahead, boot, open })
     }
 
     /// What the object at `s3://BUCKET/KEY` holds now. Blocking: asks the object store.
@@ -128,7 +130,7 @@ impl Objects {
         check_size(version.size_bytes)?;
         // Whether it can be read is told now, and not to a guest.
         reader.read(&version, 0..1)?;
-        let note = Note::new(location.trim_end_matches('/'), version);
+        let note = Note::new(location.trim_end_matches('/'), version, &self.boot);
         let mut open = self.open.lock();
         let id = note.id();
         let cached = match open.get(&id).and_then(Weak::upgrade) {
@@ -178,10 +180,13 @@ impl Objects {
             }
             // One that was opened meanwhile stays. No disk is made on one that goes.
             let open = self.open.lock();
+            let path = entry.path();
+            // Without its note, what can't be removed is not taken for fetched.
+            let remove = || Note::remove(&path).and_then(|()| fs::remove_dir_all(&path));
             if !is_open(&open)
-                && let Err(error) = fs::remove_dir_all(entry.path())
+                && let Err(error) = remove()
             {
-                tracing::warn!(path = %entry.path().display(), %error, "an object's bytes stay");
+                tracing::warn!(path = %path.display(), %error, "an object's bytes stay");
             }
         }
     }
@@ -194,8 +199,10 @@ impl Objects {
     ) -> Result<Arc<Cached>, ObjectError> {
         let path = self.folder.join(note.id().to_string());
         let failed = |source| ObjectError::Folder { path: path.clone(), source };
-        let cached = Cached::open(&path, note, reader, (self.floor_bytes, &self.ahead));
+        let note = Note::new(&note.location, note.object_version(), &self.boot);
+        let cached = Cached::open(&path, &note, reader, (self.floor_bytes, &self.ahead));
         let cached = cached.map_err(failed)?;
+        open.retain(|_, cached| cached.strong_count() > 0);
         open.insert(note.id(), Arc::downgrade(&cached));
         Ok(cached)
     }
@@ -212,7 +219,11 @@ fn check_size(size_bytes: u64) -> Result<(), ObjectError> {
 /// What a read is told whose reader can't be made.
 fn no_reader(location: &str, error: ObjectError) -> BlobError {
     let (action, key, place) = ("open", location.to_owned(), "the object store".to_owned());
-    BlobError::Failed { action, key, place, why: Failure::Denied, source: Box::new(error) }
+    let why = match &error {
+        ObjectError::Open(OpenError::NoCredentials { .. }) => Failure::Denied,
+        _ => Failure::Other,
+    };
+    BlobError::Failed { action, key, place, why, source: Box::new(error) }
 }
 
 fn image(id: ImageId, cached: Arc<Cached>) -> Result<DiskImage, ObjectError> {

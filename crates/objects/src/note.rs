@@ -20,14 +20,29 @@ pub(crate) struct Note {
     etag: String,
     version: Option<String>,
     /// In which boot of the host its bytes were fetched: after a crash some may be lost.
-    boot: String,
+    boot: Boot,
+}
+
+/// A boot of the host; empty: it can't be told which.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Boot(String);
+
+impl Boot {
+    /// This one. Read once for a daemon, so that all its notes are of one.
+    pub(crate) fn this() -> Self {
+        let read = fs::read_to_string(BOOT_ID);
+        let id = read.unwrap_or_else(|error| {
+            tracing::warn!(%error, "{BOOT_ID}: after a restart, objects are fetched again");
+            String::new()
+        });
+        Self(id.trim().to_owned())
+    }
 }
 
 impl Note {
-    /// Of this boot.
-    pub(crate) fn new(location: &str, version: ObjectVersion) -> Self {
+    pub(crate) fn new(location: &str, version: ObjectVersion, boot: &Boot) -> Self {
         let ObjectVersion { size_bytes, etag, version } = version;
-        Self { location: location.to_owned(), size_bytes, etag, version, boot: this_boot() }
+        Self { location: location.to_owned(), size_bytes, etag, version, boot: boot.clone() }
     }
 
     /// The same for each daemon.
@@ -45,9 +60,9 @@ impl Note {
         ObjectVersion { size_bytes, etag, version: self.version.clone() }
     }
 
-    /// Whether what was fetched is whole, as long as the host has not ended since.
-    pub(crate) fn is_of_this_boot(&self) -> bool {
-        !self.boot.is_empty() && self.boot == this_boot()
+    /// Whether both are of one content and one boot of the host, so that what was fetched is whole.
+    pub(crate) fn is_as(&self, other: &Self) -> bool {
+        self == other && !self.boot.0.is_empty()
     }
 
     /// `None`: there is none.
@@ -68,9 +83,12 @@ impl Note {
         fs::rename(new, folder.join(FILE))?;
         fs::File::open(folder)?.sync_all()
     }
-}
 
-/// Empty: it can't be told.
-fn this_boot() -> String {
-    fs::read_to_string(BOOT_ID).map(|text| text.trim().to_owned()).unwrap_or_default()
+    /// What was fetched counts as absent from then on.
+    pub(crate) fn remove(folder: &Path) -> io::Result<()> {
+        match fs::remove_file(folder.join(FILE)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        }
+    }
 }

@@ -8,7 +8,7 @@ use vmfork_store::Failure;
 use vmfork_store_s3::ObjectVersion;
 
 use super::*;
-use crate::cached::UNIT_BYTES;
+use crate::cached::{UNIT_BYTES, UNKEPT_MAX};
 
 const SIZE: u64 = 5 * UNIT_BYTES + 700;
 
@@ -147,10 +147,38 @@ fn a_full_host_reads_and_keeps_nothing() {
     let fake = Fake::new();
     let objects = objects(folder.path(), &fake, u64::MAX);
     let image = objects.disk("s3://bucket/base.raw").expect("a disk");
-    assert_eq!(read(&image, 3, 2).expect("read"), wanted(37, 3, 2));
+    // The parts of a unit come with one fetch.
+    for page in 0..64 {
+        assert_eq!(read(&image, page, 1).expect("read"), wanted(37, page, 1));
+    }
+    assert_eq!(fake.reads(), 1);
+    let others = u64::try_from(UNKEPT_MAX).expect("small");
+    (1..=others).for_each(|unit| drop(read(&image, unit * 64, 1).expect("read")));
     fake.asked.lock().clear();
     assert_eq!(read(&image, 3, 2).expect("read"), wanted(37, 3, 2));
-    assert_eq!(fake.reads(), 2);
+    assert_eq!(fake.reads(), UNKEPT_MAX + 2);
+}
+
+#[test]
+fn marks_without_their_bytes_are_nothing() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let fake = Fake::new();
+    let id = {
+        let objects = objects(folder.path(), &fake, 0);
+        let image = objects.disk("s3://bucket/base.raw").expect("a disk");
+        assert_eq!(read(&image, 0, 1).expect("read"), wanted(37, 0, 1));
+        image.id()
+    };
+    let data = folder.path().join(id.to_string()).join("data");
+    let cut = || fs::File::options().write(true).open(&data).and_then(|file| file.set_len(4096));
+    for lose in [&(|| fs::remove_file(&data)) as &dyn Fn() -> io::Result<()>, &cut] {
+        lose().expect("lost");
+        fake.asked.lock().clear();
+        let again = objects(folder.path(), &fake, 0);
+        let image = again.image(id).expect("it is known");
+        assert_eq!(read(&image, 0, 1).expect("read"), wanted(37, 0, 1));
+    }
+    assert_eq!(fake.reads(), 3);
 }
 
 #[test]

@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
+use futures_util::StreamExt as _;
 use object_store::{GetOptions, GetRange, ObjectStoreExt as _};
 use tokio::runtime::Handle;
 use vmfork_store::{BlobError, Failure};
@@ -75,7 +76,17 @@ impl RawObject {
             let text = "the server gave the bytes of another content";
             return Err(self.0.failed("get", key, Failure::Changed, text));
         }
-        let bytes = self.0.call("get", key, wanted, found.bytes())?;
+        let mut pieces = found.into_stream();
+        let bytes = self.0.call("get", key, wanted, async {
+            let mut all = BytesMut::new();
+            while let Some(piece) = pieces.next().await {
+                all.extend_from_slice(&piece?);
+                if all.len() as u64 > wanted {
+                    break;
+                }
+            }
+            Ok(all.freeze())
+        })?;
         if bytes.len() as u64 == wanted {
             return Ok(bytes);
         }
