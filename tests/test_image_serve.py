@@ -17,34 +17,12 @@ import pytest
 from harness import bootsector
 from harness.cli import Cli
 from harness.daemon import Daemon
+from harness.served import serving
 from harness.waits import eventually
 
 MIB = 1 << 20
 #: Lengths and places that no block and no page ends at.
 ODD = (1, 511, 512, 513, 4095, 4096, 4097, 70_000, MIB + 3)
-
-
-@contextlib.contextmanager
-def _serving(cli: Cli, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """`vmfork image serve` with these arguments, from its first line on. Ctrl-C ends it."""
-    process = cli.spawn("image", "serve", *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None and process.stderr is not None
-    try:
-        line = process.stdout.readline()
-        if not line:
-            raise AssertionError(process.stderr.read().decode())
-        yield process
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            assert process.wait(10) == 130, process.stderr.read().decode()
-    finally:
-        # A test that failed leaves no mount.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.send_signal(signal.SIGINT)
-            process.wait(5)
-        if process.poll() is None:
-            process.kill()
-            process.wait(10)
 
 
 def _is_mounted(folder: Path) -> bool:
@@ -81,7 +59,7 @@ def test_programs_read_an_image_as_a_file_and_by_nbd(
     cli: Cli, image: str, root: Path, folder: Path, tmp_path: Path
 ) -> None:
     shown, at = folder / f"{image}.img", tmp_path / "nbd"
-    with _serving(cli, image, str(folder), "--nbd", str(at)):
+    with serving(cli, image, str(folder), "--nbd", str(at)):
         assert os.listdir(folder) == [shown.name]
         assert shown.stat().st_size == root.stat().st_size and shown.stat().st_mode & 0o777 == 0o444
         assert _sha256(shown) == _sha256(root)
@@ -122,7 +100,7 @@ def test_another_vmm_boots_from_the_file_that_is_shown(
     disk = tmp_path / "disk"
     disk.write_bytes(bootsector.build("counter").read_bytes().ljust(MIB, b"\0"))
     cli("image", "import", "sector", "--boot-disk", str(disk))
-    with _serving(cli, "sector", str(folder)):
+    with serving(cli, "sector", str(folder)):
         serial = tmp_path / "serial"
         command = ["qemu-system-x86_64", "-machine", "pc,accel=tcg", "-m", "32", "-display", "none", "-nodefaults"]
         command += ["-serial", f"file:{serial}", "-snapshot", "-drive", f"file={folder}/sector.img,format=raw,if=ide"]
@@ -149,7 +127,7 @@ def test_what_is_written_is_read_and_is_gone_at_the_end(
     with root.open("rb") as file:
         file.seek(start)
         model = bytearray(file.read(part))
-    with _serving(cli, image, str(folder), "--nbd", str(at), "--writable"):
+    with serving(cli, image, str(folder), "--nbd", str(at), "--writable"):
         with shown.open("r+b", buffering=0) as file:
             descriptor = file.fileno()
             for step in range(300):
@@ -181,7 +159,7 @@ def test_what_is_written_is_read_and_is_gone_at_the_end(
         _run("qemu-io", "-f", "raw", "-c", "write -P 7 4096 65536", f"nbd+unix:///?socket={at}")
         _run("qemu-io", "-f", "raw", "-c", "read -P 7 4096 65536", f"nbd+unix:///?socket={at}")
     assert _sha256(root) == before
-    with _serving(cli, image, str(folder)):
+    with serving(cli, image, str(folder)):
         assert _sha256(shown) == before
 
 
@@ -194,7 +172,7 @@ def test_a_pulled_image_is_a_file_before_its_bytes_are_here(
     other = make_daemon().start()
     there = Cli(other)
     there("image", "pull", image, str(store))
-    with _serving(there, image, str(folder)):
+    with serving(there, image, str(folder)):
         assert _sha256(folder / f"{image}.img") == _sha256(root)
     other.stop()
 
@@ -209,7 +187,7 @@ def test_readers_wait_for_a_daemon_that_starts_anew_and_writers_are_told(
     cli, written = Cli(daemon), tmp_path / "written"
     written.mkdir()
     wanted = _sha256(daemon.state / "images" / image / "root.img")
-    with _serving(cli, image, str(folder)), _serving(cli, image, str(written), "--writable"):
+    with serving(cli, image, str(folder)), serving(cli, image, str(written), "--writable"):
         file = os.open(written / f"{image}.img", os.O_RDWR)
         assert os.write(file, b"x" * 4096) == 4096
         daemon.kill()
@@ -235,7 +213,7 @@ def test_an_image_that_was_replaced_meanwhile_is_not_mixed_with_the_new_one(
     daemon = make_daemon()
     daemon.add_image(image)
     daemon.start()
-    with _serving(Cli(daemon), image, str(folder)) as process:
+    with serving(Cli(daemon), image, str(folder)) as process:
         daemon.kill()
         told = daemon.state / "images" / image / "image.json"
         metadata = json.loads(told.read_text())
@@ -256,16 +234,16 @@ def test_a_folder_of_a_command_that_was_killed_can_be_used_again(
     cli: Cli, image: str, folder: Path, tmp_path: Path
 ) -> None:
     at = tmp_path / "nbd"
-    with _serving(cli, image, str(folder), "--nbd", str(at)) as process:
+    with serving(cli, image, str(folder), "--nbd", str(at)) as process:
         process.kill()
         process.wait(10)
     assert _is_mounted(folder) and at.exists()
     with pytest.raises(OSError, match="not connected"):
         os.listdir(folder)
-    with _serving(cli, image, str(folder), "--nbd", str(at)):
+    with serving(cli, image, str(folder), "--nbd", str(at)):
         assert os.listdir(folder) == [f"{image}.img"]
         # An unmount ends the command.
-        with _serving(cli, image, str(_made(tmp_path / "two"))) as other:
+        with serving(cli, image, str(_made(tmp_path / "two"))) as other:
             _run("umount", tmp_path / "two")
             assert other.wait(10) == 0
     assert not at.exists()
@@ -301,7 +279,7 @@ def test_other_users_read_it_if_that_is_asked_for(cli: Cli, image: str, folder: 
         if parent.stat().st_uid == os.getuid() and parent != Path("/") and parent.stat().st_mode & 0o001 == 0:
             parent.chmod(parent.stat().st_mode | 0o011)
     read = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", "head", "-c", "4096", str(shown)]
-    with _serving(cli, image, str(folder)):
+    with serving(cli, image, str(folder)):
         assert subprocess.run(read, capture_output=True, timeout=20).returncode != 0
-    with _serving(cli, image, str(folder), "--allow-other"):
+    with serving(cli, image, str(folder), "--allow-other"):
         assert len(subprocess.run(read, capture_output=True, timeout=20, check=True).stdout) == 4096

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import vmfork
 
-from harness import objects
+from harness import bootsector, objects
 from harness.cli import Cli
 from harness.daemon import Daemon
+from harness.served import serving
 from harness.waits import eventually
 
 MIB = 1 << 20
@@ -142,6 +145,61 @@ def test_what_a_killed_daemons_vm_wrote_on_an_object_is_given_back(
         assert store.again_bytes <= MIB, f"{before}; asked again for {store.again()}"
         client.remove_disk(left.id)
         eventually(lambda: _kept(host) == 0, 20, "nothing of it is left")
+
+
+@pytest.mark.slow
+@pytest.mark.limit(300)
+def test_an_images_root_is_an_object_that_its_vms_read_as_they_need_it(
+    host: Daemon, store: objects.Objects, image: str, tmp_path: Path
+) -> None:
+    files = host.state / "images" / image
+    root = (files / "root.img").read_bytes()
+    cmdline = json.loads((files / "image.json").read_text())["cmdline"]
+    location = store.put("bases/root.raw", root)
+    cli = Cli(host)
+    words = ("--kernel", str(files / "kernel"), "--initrd", str(files / "initrd"), "--cmdline", cmdline, "--agent")
+    cli("image", "import", "far", *words, "--root", location)
+    with host.client() as client:
+        with client.run("far", name="one", memory_mib=256) as vm:
+            assert store.sent_bytes < len(root) / 2, "it boots before"
+            (disk,) = vm.inspect().disks
+            assert (disk.name, disk.read_only) == ("image", True)
+            vm.exec("touch /srv/mine", check=True)
+            with vm.fork(1) as (clone,):
+                clone.exec("test -e /srv/mine && python3 -c 'import email'", check=True)
+            # Another VM of it, whose root is written.
+            with client.run("far", name="two", memory_mib=256, root=vmfork.Root.DISK) as two:
+                two.exec("echo mine > /etc/mine && sync", check=True)
+                assert [disk.name for disk in two.inspect().disks] == ["root"]
+            assert vm.exec("test -e /etc/mine").exit_code == 1
+        folder = tmp_path / "served"
+        folder.mkdir()
+        with serving(cli, "far", str(folder)):
+            assert (folder / "far.img").read_bytes() == root
+        assert store.again_bytes == 0, "each part came once for all of these"
+        for source in (location, "image:far"):
+            cli("volume", "create", "copy", "--from", source)
+            assert client.volumes.get("copy").size_bytes == len(root)
+            client.volumes.remove("copy")
+        refused = cli("image", "push", "far", str(tmp_path / "store"), code=None).stderr.decode()
+        assert f"is the object `{location}`" in refused and f"--root {location}" in refused
+        store.answers = False
+        refused = cli("run", "far", code=None).stderr.decode()
+        assert "credentials" in refused
+
+
+@pytest.mark.slow
+def test_a_disk_that_boots_is_an_object(host: Daemon, store: objects.Objects) -> None:
+    location = store.put("boots.raw", bootsector.build("counter").read_bytes().ljust(4 * MIB, b"\0"))
+    cli = Cli(host)
+    cli("image", "import", "tiny", "--boot-disk", location)
+    with host.client() as client:
+        vm = client.run("tiny", name="tiny", memory_mib=64)
+        (clone,) = vm.fork(1).raise_for_errors()
+        for one in (vm, clone):
+            eventually(lambda one=one: len(one.logs().splitlines()) >= 3, 60, "it counts")
+            one.remove(force=True)
+    assert "is raw" in cli("image", "import", "other", "--boot-disk", location, "--format", "qcow2", code=None).stderr.decode()
 
 
 def test_what_is_no_object_is_refused(host: Daemon, store: objects.Objects, image: str) -> None:

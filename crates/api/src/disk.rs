@@ -334,7 +334,7 @@ impl NewDisk {
 }
 
 /// Whether it names a bucket and a key. What these may be, the object store says.
-fn object_location_is_valid(location: &str) -> bool {
+pub fn object_location_is_valid(location: &str) -> bool {
     let rest = location.strip_prefix("s3://").filter(|_| location.len() <= 600);
     let parts = rest.and_then(|rest| rest.split_once('/'));
     parts.is_some_and(|(bucket, key)| !bucket.is_empty() && !key.is_empty())

@@ -5,7 +5,10 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::disk::{DISK_BYTES_MAX, DISK_BYTES_MIN, DiskFormat, DiskSource, disk_name_is_valid};
+use crate::disk::{
+    DISK_BYTES_MAX, DISK_BYTES_MIN, DiskFormat, DiskSource, disk_name_is_valid,
+    object_location_is_valid,
+};
 use crate::schema::{Closed, DiskName, HostPath, Name};
 use crate::{DiskError, Labels};
 
@@ -66,6 +69,11 @@ pub enum VolumeSource {
         snapshot: String,
         #[schema(value_type = DiskName)]
         disk: String,
+    },
+    /// A raw disk in an object store, at `s3://BUCKET/KEY`. All of it is read.
+    Object {
+        #[schema(min_length = 8, max_length = 600, pattern = "^s3://[^/]+/.+$")]
+        location: String,
     },
     /// A file on the daemon's host.
     File {
@@ -136,6 +144,7 @@ impl From<VolumeSource> for DiskSource {
             VolumeSource::Image { image } => Self::Image { image },
             VolumeSource::File { path, format } => Self::File { path, format },
             VolumeSource::Snapshot { snapshot, disk } => Self::Snapshot { snapshot, disk },
+            VolumeSource::Object { location } => Self::Object { location },
         }
     }
 }
@@ -160,7 +169,11 @@ impl VolumeRequest {
             VolumeSource::Snapshot { disk, .. } if !disk_name_is_valid(disk) => {
                 return Err(DiskError::Name { name: disk.clone() });
             }
+            VolumeSource::Object { location } if !object_location_is_valid(location) => {
+                return Err(DiskError::Location { name: name(), location: location.clone() });
+            }
             VolumeSource::File { .. }
+            | VolumeSource::Object { .. }
             | VolumeSource::Image { .. }
             | VolumeSource::Snapshot { .. } => {}
         }

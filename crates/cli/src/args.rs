@@ -617,14 +617,15 @@ pub(crate) struct RawImageImport {
     /// Kernel: bzImage or ELF
     #[arg(long, value_name = "FILE", required_unless_present = "boot_disk")]
     pub(crate) kernel: Option<PathBuf>,
-    /// Raw disk with a boot sector, instead of a kernel; its VMs have no agent
+    /// Raw disk with a boot sector, instead of a kernel: a file or s3://BUCKET/KEY; its VMs have no
+    /// agent
     #[arg(long, value_name = "FILE",
           conflicts_with_all = ["kernel", "initrd", "root", "cmdline", "agent"])]
     pub(crate) boot_disk: Option<PathBuf>,
     /// Initrd: a newc archive, compressed or not
     #[arg(long, value_name = "FILE", required_unless_present_any = ["root", "boot_disk"])]
     pub(crate) initrd: Option<PathBuf>,
-    /// Root file system, raw; read-only in all VMs
+    /// Root file system, raw: a file or s3://BUCKET/KEY; read-only in all VMs
     #[arg(long, value_name = "FILE")]
     pub(crate) root: Option<PathBuf>,
     /// Format of --root and --boot-disk; a qcow2 file is converted

@@ -126,6 +126,7 @@ impl Arrival {
         there.is_ok_and(|there| {
             let has_root = there.metadata.root_stored.is_none();
             there.metadata.files == self.metadata.files
+                && there.metadata.root_object == self.metadata.root_object
                 && (has_root || self.metadata.root_stored.is_some())
         })
     }

@@ -32,6 +32,7 @@ fn described(name: &str, files: &[(&str, &[u8])]) -> Metadata {
         input_hash: None,
         tree_hash: None,
         root_stored: None,
+        root_object: None,
         seeded: None,
         files: files.iter().map(|(name, content)| ((*name).to_owned(), info(content))).collect(),
     }

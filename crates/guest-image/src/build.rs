@@ -173,6 +173,7 @@ fn assemble(
         input_hash: Some(input_hash),
         tree_hash: Some(tree_hash),
         root_stored: None,
+        root_object: None,
         seeded: None,
         files,
     })

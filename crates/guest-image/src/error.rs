@@ -140,6 +140,10 @@ pub enum ImportError {
     NothingToBoot,
     #[error("--format is given, and no disk that is of it")]
     NoDisk,
+    #[error("`{location}` is no object: write s3://BUCKET/KEY")]
+    Location { location: String },
+    #[error("`{location}` is raw, as all objects are, and not qcow2")]
+    RawObject { location: String },
     #[error("an image named `{name}` already exists")]
     Exists { name: String },
     #[error("cancelled")]
@@ -180,6 +184,10 @@ impl Remedy for ImportError {
                 Some("use a newc archive, compressed or not (such as /boot/initrd.img-…)".into())
             }
             Self::NothingToBoot => Some("add --initrd or --root".into()),
+            Self::Location { .. } => None,
+            Self::RawObject { .. } => {
+                Some("convert it with `qemu-img convert -O raw` before you upload it".into())
+            }
             Self::NoDisk => Some("add --root or --boot-disk, or leave --format out".into()),
             Self::Exists { name } => Some(format!(
                 "remove it with `vmfork image rm {name}`, or replace it with --replace"

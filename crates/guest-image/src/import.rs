@@ -1,12 +1,12 @@
 //! Takes over what the user brings: a kernel with an initrd and a root file system, or a disk that
-//! boots by itself.
+//! boots by itself. A root or a disk that is an object of an object store stays there.
 
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
 use std::path::Path;
 
-use vmfork_api::disk::DISK_BYTES_MAX;
+use vmfork_api::disk::{DISK_BYTES_MAX, object_location_is_valid};
 
 use crate::build::{file_info, now_unix_ms};
 use crate::error::{ImportError, StoreError};
@@ -51,27 +51,51 @@ impl Default for ImportOptions {
     }
 }
 
+/// Where a root file system is, or a disk that boots.
+#[derive(Debug, Clone, Copy)]
+pub enum RootFrom<'a> {
+    File(&'a Path),
+    /// A raw object of an object store, `s3://BUCKET/KEY`. VMs fetch what they read of it, so it is
+    /// not looked at here.
+    Object(&'a str),
+}
+
 /// What is brought.
 #[derive(Debug, Clone, Copy)]
 pub enum Brought<'a> {
     /// A kernel, and at least one of the others.
-    Kernel { kernel: &'a Path, initrd: Option<&'a Path>, root: Option<&'a Path> },
+    Kernel { kernel: &'a Path, initrd: Option<&'a Path>, root: Option<RootFrom<'a>> },
     /// A disk with a boot sector. Its VMs have no devices but the disk and a serial port, and no
     /// agent.
-    BootDisk(&'a Path),
+    BootDisk(RootFrom<'a>),
 }
 
 impl<'a> Brought<'a> {
+    fn root(self) -> Option<RootFrom<'a>> {
+        match self {
+            Self::Kernel { root, .. } => root,
+            Self::BootDisk(disk) => Some(disk),
+        }
+    }
+
+    fn object(self) -> Option<&'a str> {
+        match self.root()? {
+            RootFrom::Object(location) => Some(location),
+            RootFrom::File(_) => None,
+        }
+    }
+
     /// The files, each with its name in the store.
     fn files(self) -> [(Option<&'a Path>, &'static str); 3] {
-        match self {
-            Self::Kernel { kernel, initrd, root } => {
-                [(Some(kernel), KERNEL_FILE), (initrd, INITRD_FILE), (root, ROOT_FILE)]
-            }
-            Self::BootDisk(disk) => {
-                [(None, KERNEL_FILE), (None, INITRD_FILE), (Some(disk), ROOT_FILE)]
-            }
-        }
+        let root = match self.root() {
+            Some(RootFrom::File(file)) => Some(file),
+            Some(RootFrom::Object(_)) | None => None,
+        };
+        let (kernel, initrd) = match self {
+            Self::Kernel { kernel, initrd, .. } => (Some(kernel), initrd),
+            Self::BootDisk(_) => (None, None),
+        };
+        [(kernel, KERNEL_FILE), (initrd, INITRD_FILE), (root, ROOT_FILE)]
     }
 
     /// All but the disk. → the kernel's version, as far as it tells.
@@ -107,7 +131,16 @@ pub fn import(
     brought: Brought<'_>,
     options: &ImportOptions,
 ) -> Result<Metadata, ImportError> {
-    if options.is_qcow2 && brought.files()[2].0.is_none() {
+    if let Some(location) = brought.object() {
+        let location = || location.to_owned();
+        if !object_location_is_valid(&location()) {
+            return Err(ImportError::Location { location: location() });
+        }
+        if options.is_qcow2 {
+            return Err(ImportError::RawObject { location: location() });
+        }
+    }
+    if options.is_qcow2 && brought.root().is_none() {
         return Err(ImportError::NoDisk);
     }
     match store.metadata(name) {
@@ -153,6 +186,7 @@ pub fn import(
         input_hash: None,
         tree_hash: None,
         root_stored: None,
+        root_object: brought.object().map(ToOwned::to_owned),
         seeded: None,
         files,
     };
@@ -282,6 +316,7 @@ mod tests {
     use std::fs;
 
     use super::*;
+    use crate::metadata::RootElsewhere;
     use crate::remedy::Remedy as _;
 
     fn bzimage() -> Vec<u8> {
@@ -305,7 +340,8 @@ mod tests {
         fs::write(path("r"), &root).unwrap();
         let options = ImportOptions::default();
         let (k, i, r) = (path("k"), path("i"), path("r"));
-        let whole = Brought::Kernel { kernel: &k, initrd: Some(&i), root: Some(&r) };
+        let whole =
+            Brought::Kernel { kernel: &k, initrd: Some(&i), root: Some(RootFrom::File(&r)) };
         let metadata = import(&store, "mine", whole, &options).unwrap();
         assert_eq!(metadata.kernel_version, "6.1.0-9");
         assert!(!metadata.agent);
@@ -316,7 +352,8 @@ mod tests {
         let again = import(&store, "mine", whole, &options).unwrap_err();
         assert_eq!(again.to_string(), "an image named `mine` already exists");
         let replace = ImportOptions { replace: true, ..options };
-        let no_initrd = Brought::Kernel { kernel: &k, initrd: None, root: Some(&r) };
+        let root = Some(RootFrom::File(&r));
+        let no_initrd = Brought::Kernel { kernel: &k, initrd: None, root };
         import(&store, "mine", no_initrd, &replace).unwrap();
         assert!(store.open("mine").unwrap().initrd.is_none());
     }
@@ -329,7 +366,8 @@ mod tests {
         let mut sector = vec![0_u8; 512];
         fs::write(&disk, &sector).unwrap();
         let options = ImportOptions { agent: true, ..ImportOptions::default() };
-        let bring = |options| import(&store, "tiny", Brought::BootDisk(&disk), options);
+        let brought = Brought::BootDisk(RootFrom::File(&disk));
+        let bring = |options| import(&store, "tiny", brought, options);
         let error = bring(&options).unwrap_err();
         assert!(error.to_string().ends_with("disk has no boot sector"), "{error}");
         sector[510..].copy_from_slice(&[0x55, 0xaa]);
@@ -337,6 +375,34 @@ mod tests {
         assert!(!bring(&options).unwrap().agent, "no agent could reply");
         let files = store.open("tiny").unwrap();
         assert!(files.kernel.is_none() && files.initrd.is_none() && files.root.is_some());
+    }
+
+    #[test]
+    fn a_root_that_is_an_object_stays_where_it_is() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::new(dir.path().join("images"));
+        let kernel = dir.path().join("k");
+        fs::write(&kernel, bzimage()).unwrap();
+        let of = |location| {
+            let root = Some(RootFrom::Object(location));
+            Brought::Kernel { kernel: &kernel, initrd: None, root }
+        };
+        let options = ImportOptions::default();
+        let location = "s3://bases/debian.raw";
+        import(&store, "far", of(location), &options).unwrap();
+        let files = store.open("far").unwrap();
+        assert!(files.root.is_none() && files.kernel.is_some());
+        let elsewhere = RootElsewhere::Object(location.to_owned());
+        assert_eq!(files.metadata.root_elsewhere(), Some(elsewhere));
+        let disk = Brought::BootDisk(RootFrom::Object(location));
+        import(&store, "disk", disk, &options).unwrap();
+        assert!(store.open("disk").unwrap().kernel.is_none(), "it boots by itself");
+        let qcow2 = ImportOptions { is_qcow2: true, ..options.clone() };
+        let refused = import(&store, "q", of(location), &qcow2).unwrap_err();
+        assert!(refused.to_string().contains("is raw") && refused.remedy().is_some(), "{refused}");
+        let refused = import(&store, "q", of("s3://bases"), &options).unwrap_err();
+        assert!(refused.to_string().contains("s3://BUCKET/KEY"), "{refused}");
+        assert!(store.metadata("q").is_err());
     }
 
     #[test]

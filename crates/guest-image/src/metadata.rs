@@ -61,12 +61,25 @@ pub struct Metadata {
     /// there. It may still be on its way.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub root_stored: Option<String>,
+    /// The root is not here as a file: it is a raw object of an object store, `s3://BUCKET/KEY`.
+    /// Each VM has what the object holds when it starts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub root_object: Option<String>,
     /// A copy of it, as other hosts of a cluster pull it, is in the host's store of snapshots, by
     /// this name there. Only of images whose root is a file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub seeded: Option<String>,
     /// Size and hash of `kernel`, `initrd`, `root.img`, as far as present.
     pub files: BTreeMap<String, FileInfo>,
+}
+
+/// Where an image's root is that is no file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum RootElsewhere {
+    /// A disk of the host's store of snapshots, by the image's name there.
+    Stored(String),
+    /// A raw object of an object store, `s3://BUCKET/KEY`.
+    Object(String),
 }
 
 /// One file of an image.
@@ -115,7 +128,14 @@ impl Metadata {
         self.root_stored.as_ref().or(self.seeded.as_ref())
     }
 
-    /// Length of its root disk, if it has one.
+    /// Where its root is, if that is no file.
+    #[must_use]
+    pub fn root_elsewhere(&self) -> Option<RootElsewhere> {
+        let stored = self.root_stored.clone().map(RootElsewhere::Stored);
+        stored.or_else(|| self.root_object.clone().map(RootElsewhere::Object))
+    }
+
+    /// Length of its root disk, if it has one whose length is known.
     #[must_use]
     pub fn root_bytes(&self) -> Option<u64> {
         self.files.get(ROOT_FILE).map(|file| file.size_bytes)
@@ -129,7 +149,8 @@ impl Metadata {
     /// Whether it has what a VM boots from: a kernel, or a disk and nothing else.
     pub(crate) fn boots(&self) -> bool {
         let has = |name| self.files.contains_key(name);
-        has(KERNEL_FILE) || (has(ROOT_FILE) && !has(INITRD_FILE))
+        let has_root = has(ROOT_FILE) || self.root_object.is_some();
+        has(KERNEL_FILE) || (has_root && !has(INITRD_FILE))
     }
 
     /// Whether its kernel mounts a root of the VM's own for writing. Those who import an image

@@ -28,6 +28,7 @@ fn metadata(name: &str, kernel: &[u8]) -> Metadata {
         input_hash: None,
         tree_hash: None,
         root_stored: None,
+        root_object: None,
         seeded: None,
         files: BTreeMap::from([(KERNEL_FILE.to_owned(), info)]),
     }

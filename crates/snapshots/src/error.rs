@@ -140,6 +140,8 @@ pub enum GuestImageError {
     Seeding { name: String },
     #[error("the root of the image `{name}` is in the store, and hosts pull it from there")]
     Needed { name: String },
+    #[error("the root of the image `{name}` is the object `{location}`, and is not copied")]
+    RootObject { name: String, location: String },
     /// The folder of images.
     #[error(transparent)]
     Images(#[from] Box<ImageStoreError>),
@@ -157,7 +159,8 @@ impl GuestImageError {
             | Self::OtherHere { .. }
             | Self::Replaced { .. }
             | Self::Seeding { .. }
-            | Self::Needed { .. } => ErrorCode::Conflict,
+            | Self::Needed { .. }
+            | Self::RootObject { .. } => ErrorCode::Conflict,
             Self::Images(error) if matches!(**error, ImageStoreError::NotFound { .. }) => {
                 ErrorCode::NotFound
             }
@@ -181,6 +184,9 @@ impl GuestImageError {
             Self::Seeding { name } => {
                 Some(format!("wait, or end that: `vmfork image seed --stop {name}`"))
             }
+            Self::RootObject { location, .. } => Some(format!(
+                "each host reads the object itself: `vmfork image import NAME --root {location}` there"
+            )),
             Self::Needed { name } => Some(format!("`vmfork image rm {name}` removes it")),
             Self::Images(error) => error.remedy(),
             Self::Arrival(error) => error.remedy(),

@@ -215,6 +215,10 @@ fn copy_id(metadata: &Metadata) -> Result<SnapshotId, SnapshotError> {
 
 /// How it is stored, and the files that its images are read from.
 fn draft(mut files: ImageFiles) -> Result<(Draft, Vec<(Role, File)>), SnapshotError> {
+    if let Some(location) = files.metadata.root_object.clone() {
+        let name = files.metadata.name;
+        return Err(GuestImageError::RootObject { name, location }.into());
+    }
     let metadata = Metadata { seeded: None, ..files.metadata.clone() };
     let opened = [files.kernel.take(), files.initrd.take(), files.root.take()];
     let mut parts = Vec::new();
@@ -376,7 +380,8 @@ impl Library {
         }
         let images = &self.core.images;
         let all = images.list().map_err(|error| GuestImageError::Images(Box::new(error)))?;
-        let same = all.into_iter().find(|here| here.files == metadata.files);
+        let is_same = |here: &Metadata| here.files == metadata.files && here.root_object.is_none();
+        let same = all.into_iter().find(is_same);
         let has_root = metadata.files.contains_key(ROOT_FILE);
         let root_stored = (has_root && !whole).then(|| stored.to_owned());
         let becomes_whole = whole && same.as_ref().is_some_and(|here| here.root_stored.is_some());
@@ -385,7 +390,9 @@ impl Library {
             self.take_profiles(here, stored);
             return Ok(name);
         }
-        let metadata = Metadata { root_stored, name: name.clone(), ..metadata };
+        // An object is nothing that a store may name.
+        let root_object = None;
+        let metadata = Metadata { root_stored, root_object, name: name.clone(), ..metadata };
         let mut arrival = images.arrive(metadata.clone()).map_err(Box::new)?;
         for (disk, file) in PARTS {
             if arrival.files().iter().any(|wanted| wanted == file) {

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use vmfork_guest_image::{Brought, ExtraFile, ImportOptions, Spec};
+use vmfork_guest_image::{Brought, ExtraFile, ImportOptions, RootFrom, Spec};
 
 use super::{misuse, value};
 use crate::args::{RawFormat, RawImage, RawImageBuild, RawImageImport, RawImageProfile};
@@ -78,13 +78,20 @@ pub(crate) enum ImportFrom {
     BootDisk(PathBuf),
 }
 
+/// `s3://BUCKET/KEY`, or a file.
+fn root_from(typed: &Path) -> RootFrom<'_> {
+    let object = typed.to_str().filter(|typed| typed.starts_with("s3://"));
+    object.map_or(RootFrom::File(typed), RootFrom::Object)
+}
+
 impl ImportFrom {
     pub(crate) fn brought(&self) -> Brought<'_> {
         match self {
             Self::Kernel { kernel, initrd, root } => {
-                Brought::Kernel { kernel, initrd: initrd.as_deref(), root: root.as_deref() }
+                let root = root.as_deref().map(root_from);
+                Brought::Kernel { kernel, initrd: initrd.as_deref(), root }
             }
-            Self::BootDisk(disk) => Brought::BootDisk(disk),
+            Self::BootDisk(disk) => Brought::BootDisk(root_from(disk)),
         }
     }
 }

@@ -86,8 +86,8 @@ fn create(raw: RawVolumeCreate) -> Result<VolumeRequest, Misuse> {
     Ok(request)
 }
 
-/// `image:IMAGE`, `snapshot:SNAPSHOT/DISK`, `file:PATH` or `qcow2:PATH`. A path is of the folder
-/// that the command is called in.
+/// `image:IMAGE`, `snapshot:SNAPSHOT/DISK`, `file:PATH`, `qcow2:PATH` or `s3://BUCKET/KEY`. A path
+/// is of the folder that the command is called in.
 fn source(text: &str) -> Result<VolumeSource, Misuse> {
     match text.split_once(':') {
         Some(("image", image)) => {
@@ -99,12 +99,13 @@ fn source(text: &str) -> Result<VolumeSource, Misuse> {
         Some(("qcow2", path)) if !path.is_empty() => {
             Ok(VolumeSource::File { path: value::absolute(path), format: DiskFormat::Qcow2 })
         }
+        Some(("s3", _)) => Ok(VolumeSource::Object { location: text.to_owned() }),
         Some(("snapshot", stored)) if let Some((snapshot, disk)) = stored.split_once('/') => {
             let snapshot = value::name(snapshot.to_owned(), "snapshot's name")?;
             Ok(VolumeSource::Snapshot { snapshot, disk: disk.to_owned() })
         }
         _ => misuse(format!(
-            "--from {text}: write it as image:IMAGE, snapshot:SNAPSHOT/DISK, file:PATH or qcow2:PATH"
+            "--from {text}: write it as image:IMAGE, snapshot:SNAPSHOT/DISK, file:PATH, qcow2:PATH or s3://BUCKET/KEY"
         )),
     }
 }

@@ -7,15 +7,15 @@
 //!   disk        a disk `root` that begins with the image's
 //! ```
 //!
-//! The image's root is a file, or a disk of the store of snapshots (`image`), which all of its VMs
-//! share.
+//! The image's root is a file, or a disk that all of its VMs share (`image`). That is one of the
+//! store of snapshots, or an object of an object store.
 
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use vmfork_api::disk::{ROOT_NAME, RootDisk, root_disk};
 use vmfork_api::{DiskSource, NewDisk, RunRequest};
-use vmfork_guest_image::{ImageFiles, Metadata};
+use vmfork_guest_image::{ImageFiles, Metadata, RootElsewhere};
 use vmfork_host::core::{Core, open_image};
 use vmfork_host::disks::{DiskContent, DiskError};
 use vmfork_host::error::Error as HostError;
@@ -24,7 +24,7 @@ use vmfork_snapshots::guest_images::ROOT_DISK;
 
 use super::error::RunError;
 
-/// The name of the disk that is a stored image's root.
+/// The name of the disk that is the root of an image without a file for it.
 const IMAGE_NAME: &str = "image";
 
 /// What a VM is to have.
@@ -55,8 +55,8 @@ pub(super) fn drives(
     root.into_iter().chain(disks).collect()
 }
 
-/// Whether the root of a VM with this machine is a stored image's, which VMs share.
-pub(super) fn shares_stored_root(spec: &MachineSpec) -> bool {
+/// Whether the root of a VM with this machine is a disk that VMs of its image share.
+pub(super) fn shares_root_disk(spec: &MachineSpec) -> bool {
     let first = spec.disks().next().filter(|(number, _)| *number == 0);
     first.is_some_and(|(_, disk)| disk.name == IMAGE_NAME && disk.read_only)
 }
@@ -89,8 +89,8 @@ pub(super) fn check_root(
 pub(super) fn wanted(request: &RunRequest, of: &Metadata) -> Result<Wanted, RunError> {
     let root = root_disk(request.root, request.root_bytes)?;
     check_root(root, of, &request.image)?;
-    let of_image = || match &of.root_stored {
-        Some(stored) => stored_root(stored),
+    let of_image = || match of.root_elsewhere() {
+        Some(elsewhere) => disk_of(elsewhere),
         None => DiskSource::Image { image: request.image.clone() },
     };
     let own = match root {
@@ -99,7 +99,7 @@ pub(super) fn wanted(request: &RunRequest, of: &Metadata) -> Result<Wanted, RunE
         None => None,
     };
     let is_whole = matches!(root, Some(RootDisk::Whole { .. }));
-    let shares_root = of.root_stored.is_some() && !is_whole;
+    let shares_root = of.root_elsewhere().is_some() && !is_whole;
     if shares_root && request.disks.iter().any(|disk| disk.name == IMAGE_NAME) {
         return Err(vmfork_api::DiskError::Twice { name: IMAGE_NAME.to_owned() }.into());
     }
@@ -111,24 +111,26 @@ pub(super) fn wanted(request: &RunRequest, of: &Metadata) -> Result<Wanted, RunE
     Ok(Wanted { root, shares_root, disks })
 }
 
-fn stored_root(stored: &str) -> DiskSource {
-    DiskSource::Snapshot { snapshot: stored.to_owned(), disk: ROOT_DISK.to_owned() }
+fn disk_of(root: RootElsewhere) -> DiskSource {
+    match root {
+        RootElsewhere::Stored(snapshot) => {
+            DiskSource::Snapshot { snapshot, disk: ROOT_DISK.to_owned() }
+        }
+        RootElsewhere::Object(location) => DiskSource::Object { location },
+    }
 }
 
-/// The same; of an image whose root is in the store, that.
+/// The same; of an image whose root is no file, that.
 fn resolved(core: &Core, source: DiskSource) -> DiskSource {
     match &source {
-        DiskSource::Image { image } => match stored_as(core, image) {
-            Some(stored) => stored_root(&stored),
-            None => source,
-        },
+        DiskSource::Image { image } => root_elsewhere(core, image).map_or(source, disk_of),
         _ => source,
     }
 }
 
-/// What an image is called in the store of snapshots, if its root is there.
-pub(super) fn stored_as(core: &Core, image: &str) -> Option<String> {
-    core.images.metadata(image).ok()?.root_stored
+/// Where the root of an image is, if it is no file.
+pub(super) fn root_elsewhere(core: &Core, image: &str) -> Option<RootElsewhere> {
+    core.images.metadata(image).ok()?.root_elsewhere()
 }
 
 /// What they hold.
@@ -307,5 +309,19 @@ mod tests {
         }
         wanted("tmpfs", "image").expect_err("the name is taken");
         assert!(wanted("disk", "image").is_ok());
+    }
+
+    #[test]
+    fn a_root_that_is_an_object_is_a_disk_too() {
+        let location = "s3://bases/root.raw";
+        let of = metadata(&serde_json::json!({"root_overlay": true, "root_object": location}));
+        for (root, shares) in [("tmpfs", true), ("overlay", true), ("disk", false)] {
+            let request = serde_json::json!({"image": "far", "root": root});
+            let request = serde_json::from_value(request).expect("a request");
+            let wanted = super::wanted(&request, &of).expect("it can");
+            let object = DiskSource::Object { location: location.to_owned() };
+            assert_eq!((&wanted.disks[0].source, wanted.shares_root), (&object, shares), "{root}");
+            assert!(!wanted.has_root_file(), "{root}");
+        }
     }
 }

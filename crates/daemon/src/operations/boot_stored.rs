@@ -262,7 +262,7 @@ impl<'a> Start<'a> {
 fn root_of(spec: &MachineSpec) -> Option<RootDisk> {
     let (_, disk) = spec.disks().find(|(_, disk)| disk.name == ROOT_NAME)?;
     let size_bytes = disk.size_bytes;
-    Some(match boot_disks::shares_stored_root(spec) || spec.root_blake3().is_some() {
+    Some(match boot_disks::shares_root_disk(spec) || spec.root_blake3().is_some() {
         true => RootDisk::Overlay { size_bytes },
         false => RootDisk::Whole { size_bytes: Some(size_bytes) },
     })

@@ -6,7 +6,7 @@ use vmfork_guest_link::agent::AgentInfo;
 use vmfork_host::config::Config;
 use vmfork_host::vm::{MachineSpec, pmem_bytes, pmem_cost_bytes};
 
-use super::boot_disks::shares_stored_root;
+use super::boot_disks::shares_root_disk;
 use super::error::RunError;
 
 /// A guest spends at most one part of this many of its memory on the pages of persistent memory.
@@ -93,7 +93,7 @@ pub(super) fn choose_again(spec: &MachineSpec, files: &ImageFiles) -> Chosen {
 /// How a VM reads the root of its image, and why, for users. `agent` is what the guest said.
 pub(super) fn shown(spec: &MachineSpec, agent: Option<&AgentInfo>) -> (Option<RootDevice>, String) {
     let reason = spec.root_device_reason.clone();
-    let is_shared = shares_stored_root(spec);
+    let is_shared = shares_root_disk(spec);
     match (spec.pmem_bytes(), agent) {
         (Some(_), Some(agent)) if !agent.pmem_root => {
             (Some(RootDevice::Block), "the guest can't mount it with DAX: `vmfork logs`".to_owned())

@@ -8,8 +8,9 @@ use vmfork_api::{
 };
 
 use super::Hub;
-use super::boot_disks::{root_of, stored_as};
+use super::boot_disks::{root_elsewhere, root_of};
 use vmfork_control::{Answer, VolumeControl};
+use vmfork_guest_image::RootElsewhere;
 use vmfork_host::vm::now_unix_ms;
 use vmfork_snapshots::guest_images::ROOT_DISK;
 
@@ -23,10 +24,11 @@ impl VolumeControl for Hub {
             let message = format!("create the volume `{}`", request.name);
             let core = &self.core;
             let source = match request.source {
-                VolumeSource::Image { image } => match stored_as(core, &image) {
-                    Some(snapshot) => {
+                VolumeSource::Image { image } => match root_elsewhere(core, &image) {
+                    Some(RootElsewhere::Stored(snapshot)) => {
                         VolumeSource::Snapshot { snapshot, disk: ROOT_DISK.to_owned() }
                     }
+                    Some(RootElsewhere::Object(location)) => VolumeSource::Object { location },
                     None => VolumeSource::Image { image },
                 },
                 source => source,

@@ -55,6 +55,7 @@ impl Host {
             input_hash: None,
             tree_hash: None,
             root_stored: None,
+            root_object: None,
             seeded: None,
             files: BTreeMap::from(files.map(|(name, content)| (name.to_owned(), info(content)))),
         };

@@ -109,7 +109,7 @@ pub(super) fn volume(request: &VolumeRequest) -> Checked {
     match &request.source {
         VolumeSource::Image { image } => name("image", image)?,
         VolumeSource::Snapshot { snapshot, .. } => name("snapshot", snapshot)?,
-        VolumeSource::Blank { .. } | VolumeSource::File { .. } => {}
+        VolumeSource::Blank { .. } | VolumeSource::File { .. } | VolumeSource::Object { .. } => {}
     }
     request.check().map_err(|error| bad_request(error.to_string()))
 }

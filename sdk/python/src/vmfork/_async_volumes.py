@@ -43,6 +43,7 @@ class AsyncVolumes:
         image: str | None = None,
         file: str | None = None,
         qcow2: str | None = None,
+        s3: str | None = None,
         snapshot: tuple[str, str] | None = None,
         on_fork: str | None = None,
         labels: Mapping[str, str] | None = None,
@@ -51,8 +52,9 @@ class AsyncVolumes:
 
         ``size_bytes``: it holds an empty ext4 file system of that size. ``image``: a copy of the
         root file system of that guest image. ``file``: a copy of that raw file on the daemon's
-        host; ``qcow2``: of a file in that format. ``snapshot``: a stored snapshot and a disk of
-        it, which is copied. ``on_fork``: see :class:`OnFork`; default :attr:`OnFork.FORK`.
+        host; ``qcow2``: of a file in that format. ``s3``: of a raw object of an object store, at
+        ``s3://BUCKET/KEY``. ``snapshot``: a stored snapshot and a disk of it, which is copied.
+        ``on_fork``: see :class:`OnFork`; default :attr:`OnFork.FORK`.
         """
         call = protocol.create(
             name,
@@ -60,6 +62,7 @@ class AsyncVolumes:
             image=image,
             file=file,
             qcow2=qcow2,
+            s3=s3,
             snapshot=snapshot,
             on_fork=on_fork,
             labels=labels,

@@ -32,6 +32,7 @@ def create(
     image: str | None,
     file: str | None,
     qcow2: str | None,
+    s3: str | None,
     snapshot: tuple[str, str] | None,
     on_fork: str | None,
     labels: Mapping[str, str] | None,
@@ -43,6 +44,7 @@ def create(
             ("blank", "size_bytes", size_bytes),
             ("image", "image", image),
             ("file", "path", file),
+            ("object", "location", s3),
         )
         if value is not None
     ]
@@ -51,7 +53,8 @@ def create(
     if snapshot is not None:
         sources.append({"type": "snapshot", "snapshot": snapshot[0], "disk": snapshot[1]})
     if len(sources) != 1:
-        raise ValueError(f"volume {name!r}: give one of size_bytes, image, file, qcow2, snapshot")
+        wanted = "size_bytes, image, file, qcow2, s3, snapshot"
+        raise ValueError(f"volume {name!r}: give one of {wanted}")
     body = _without_none(name=name, source=sources[0], on_fork=on_fork, labels=_labels(labels))
     return Call(
         f"create volume `{name}`",
