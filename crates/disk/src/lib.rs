@@ -20,6 +20,7 @@ mod disk;
 mod export;
 mod holes;
 mod image;
+mod late;
 pub mod layer;
 mod lower;
 mod merging;

@@ -10,6 +10,9 @@
 //! an old connection comes after one of the new. If the old one does not end within
 //! [`CLAIM_TIMEOUT`], the new connection is closed, and QEMU tries again.
 //!
+//! A client may come before the disk that it asks for (`late`): QEMU connects while it waits for
+//! what it is to run.
+//!
 //! Promises: a client of another user gets nothing. A client gets disks by their exact names only.
 //! Connections are bounded by [`CONNECTIONS_MAX`]. When the server was dropped, all its threads
 //! have ended, and nothing is read or written any more. A request that takes longer than
@@ -31,6 +34,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::counters::Counter;
 use crate::export::DiskExport;
+use crate::late::LateExport;
 use vmfork_nbd::{Export, Exports, Pulse, ServeError, Target, serve};
 
 /// Most connections of a VM at a time: QEMU has one per disk, and as many while it connects again.
@@ -68,7 +72,7 @@ struct Counters {
 /// A disk, and the connection that has it.
 #[derive(Debug)]
 struct Served {
-    export: Arc<DiskExport>,
+    export: Arc<LateExport>,
     holder: Mutex<Option<Arc<Pulse>>>,
     freed: Condvar,
     /// A connection has it or had it.
@@ -76,7 +80,7 @@ struct Served {
 }
 
 impl Served {
-    fn new(export: DiskExport) -> Self {
+    fn new(export: LateExport) -> Self {
         Self {
             export: Arc::new(export),
             holder: Mutex::default(),
@@ -158,9 +162,31 @@ impl DiskServer {
         uid: u32,
         disks: impl IntoIterator<Item = (String, DiskExport)>,
     ) -> io::Result<Self> {
-        let listener = UnixListener::from(listener.into());
+        let late = |(name, export)| (name, LateExport::new(export));
+        Self::start_late(listener.into(), uid, disks.into_iter().map(late))
+    }
+
+    /// The same, with disks that come later: what clients are told of them until then.
+    ///
+    /// # Errors
+    /// As [`DiskServer::start`].
+    pub fn start_waiting(
+        listener: impl Into<OwnedFd>,
+        uid: u32,
+        disks: impl IntoIterator<Item = Export>,
+    ) -> io::Result<Self> {
+        let late = |promised: Export| (promised.name.clone(), LateExport::waiting(promised));
+        Self::start_late(listener.into(), uid, disks.into_iter().map(late))
+    }
+
+    fn start_late(
+        listener: OwnedFd,
+        uid: u32,
+        disks: impl Iterator<Item = (String, LateExport)>,
+    ) -> io::Result<Self> {
+        let listener = UnixListener::from(listener);
         listener.set_nonblocking(true)?;
-        let disks = disks.into_iter().map(|(name, export)| (name, Arc::new(Served::new(export))));
+        let disks = disks.map(|(name, export)| (name, Arc::new(Served::new(export))));
         let shared = Arc::new(Shared {
             uid,
             disks: Mutex::new(disks.collect()),
@@ -177,11 +203,17 @@ impl DiskServer {
         Ok(Self { shared, end_timeout: END_TIMEOUT, thread: Some(thread) })
     }
 
+    /// The disk of that name has come. → whether it was waited for, and is as clients were told.
+    pub fn fill(&self, name: &str, export: DiskExport) -> bool {
+        let served = self.shared.disks().get(name).cloned();
+        served.is_some_and(|served| served.export.fill(export))
+    }
+
     /// Clients may get this disk by this name from now on. → whether there was none of that name.
     pub fn add(&self, name: &str, export: DiskExport) -> bool {
         match self.shared.disks().entry(name.to_owned()) {
             std::collections::btree_map::Entry::Vacant(free) => {
-                free.insert(Arc::new(Served::new(export)));
+                free.insert(Arc::new(Served::new(LateExport::new(export))));
                 true
             }
             std::collections::btree_map::Entry::Occupied(_) => false,
@@ -376,7 +408,7 @@ impl Client {
 impl Exports for Client {
     fn list(&self) -> Vec<Export> {
         let disks = self.shared.disks();
-        disks.iter().map(|(name, served)| served.export.described(name.as_str())).collect()
+        disks.iter().map(|(name, served)| served.export.described(name)).collect()
     }
 
     fn claim(&self, export: &Export) -> Option<Arc<dyn Target>> {
@@ -387,7 +419,7 @@ impl Exports for Client {
         *holder = Some(Arc::clone(&self.pulse));
         drop(holder);
         if served.was_claimed.swap(true, Ordering::Relaxed) {
-            served.export.disk().counters().reconnects.add(1);
+            served.export.reconnected();
         }
         let target = Arc::clone(&served.export);
         *self.has() = Some(served);

@@ -1,3 +1,4 @@
+use std::fs;
 use std::io::{Read, Write};
 use std::path::Path;
 
@@ -109,6 +110,35 @@ fn a_vm_gets_its_own_disks_by_name_and_its_server_answers() {
     assert!(setup.server.remove("root", LONG));
     assert!(write(&mut root, 3).is_err());
     assert!(setup.has("root").is_none());
+}
+
+#[test]
+fn a_client_may_come_before_its_disk() {
+    let mut setup = Setup::new(me(), &["root"]);
+    let path = setup.folder.path().join("late");
+    let listener = UnixListener::bind(&path).expect("a socket");
+    let promised = |size_bytes| Export {
+        name: "0.".to_owned(),
+        description: String::new(),
+        size_bytes,
+        read_only: false,
+        flushes: false,
+    };
+    let waiting = [promised(SIZE), Export { name: "1.".to_owned(), ..promised(2 * SIZE) }];
+    setup.server = DiskServer::start_waiting(listener, me(), waiting).expect("a server");
+    fs::rename(&path, setup.folder.path().join("s")).expect("moved");
+    let mut client = setup.has("0.").expect("it may connect");
+    assert!(setup.server.ping(LONG));
+    // Nothing is written anywhere before.
+    let refused = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| write(&mut client, 1)));
+    assert!(refused.is_err(), "it is told that it can't");
+    let export = || DiskExport::new(Arc::clone(&setup.disks[0]), Durability::Host);
+    assert!(!setup.server.fill("1.", export()), "clients were told another size");
+    assert!(!setup.server.fill("2.", export()), "none waits for it");
+    assert!(setup.server.fill("0.", export()));
+    assert!(!setup.server.fill("0.", export()), "it has come");
+    write(&mut client, 2).expect("written");
+    assert_eq!(first(&setup.disks[0]), 2);
 }
 
 #[test]

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use vmfork_agent_proto::{ForkIdentity, TicketClone};
 use vmfork_api::{CloneResult, ErrorBody, VmState};
 use vmfork_qemu::qmp::reopen_from_start;
-use vmfork_qemu::{QmpError, pool};
+use vmfork_qemu::{DriveSlot, QmpError, pool};
 
 use crate::channels::start_channels;
 use crate::error::{Error, NotStarted};
@@ -23,7 +23,7 @@ use vmfork_host::error::chain;
 use vmfork_host::lifetime::Lifetime;
 use vmfork_host::metrics::{EndReason, Stage, ms};
 use vmfork_host::vm::launch::LaunchError;
-use vmfork_host::vm::machine::Machine;
+use vmfork_host::vm::machine::{BindError, Machine};
 use vmfork_host::vm::{End, Identity, Inherited, Job, Vm, now_unix_ms, random_hex};
 
 /// How long QEMU may take to load a state that takes milliseconds.
@@ -212,10 +212,19 @@ async fn attached(
     name: &str,
     first: Result<(Machine, pool::Origin), LaunchError>,
 ) -> Result<(Machine, pool::Origin), NotStarted> {
+    let slots = || snapshot.disks.iter().map(|content| content.spec.slot());
     let mut next = first;
     let mut attempt = 1;
     loop {
         let (machine, from) = next?;
+        // It was asked for before the freeze: a disk may have grown since.
+        if attempt < ATTACH_TRIES_MAX && !machine.shape.disks().eq(slots()) {
+            let shape = machine.shape.clone().with_disks(slots());
+            drop(machine);
+            next = core.take(&shape).await;
+            attempt += 1;
+            continue;
+        }
         match become_view(core, snapshot, name, &machine).await {
             Ok(()) => return Ok((machine, from)),
             Err(error)
@@ -242,12 +251,18 @@ async fn become_view(
     name: &str,
     machine: &Machine,
 ) -> Result<(), NotStarted> {
-    let disks =
-        tokio::task::block_in_place(|| core.disks.attach(name, machine.uid(), &snapshot.disks))?;
+    if let Some(disks) = machine.disks() {
+        let fill = || core.disks.fill(disks, name, &snapshot.disks);
+        if !tokio::task::block_in_place(fill)? {
+            let given = snapshot.disks.iter().map(|content| DriveSlot::Disk(content.spec.slot()));
+            let (given, shape) = (given.collect(), machine.shape.drives.clone());
+            return Err(BindError::Other { given, shape }.into());
+        }
+    }
     // QEMU opens the drives' files while its keeper maps the memory.
     let bind = async {
         let began = Instant::now();
-        machine.bind(&snapshot.drives, disks).await?;
+        machine.bind(&snapshot.drives).await?;
         core.metrics.observe_stage(Stage::CloneBind, began.elapsed());
         Ok::<_, NotStarted>(())
     };

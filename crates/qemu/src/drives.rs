@@ -1,14 +1,11 @@
 //! What a machine's drives hold, in the order of the slots of its [`Shape`](crate::Shape).
 //!
-//! The shape says how many drives a QEMU has and of which kind. Their content is bound when a VM
-//! boots ([`Launch::drives`](crate::Launch::drives)), or when a clone gets a QEMU that waits
-//! ([`Qmp::bind_drives`](crate::Qmp::bind_drives)).
+//! The shape says how many drives a QEMU has and of which kind.
 //!
-//! | kind | QEMU gets | and reads it |
-//! |---|---|---|
-//! | [`DriveSlot::ReadOnly`] | an open file | itself |
-//! | [`DriveSlot::Disk`] | a folder with a socket | from the NBD server behind the socket |
-//! | [`DriveSlot::SharedDisk`] | the same | the same, and it can't be written |
+//! | kind | QEMU gets | and reads it | of a QEMU that waits |
+//! |---|---|---|---|
+//! | [`DriveSlot::ReadOnly`] | an open file | itself | it is bound when a clone gets the QEMU ([`Qmp::bind_files`](crate::Qmp::bind_files)) |
+//! | [`DriveSlot::Disk`] | a folder with a socket | from the NBD server behind the socket | it is connected, and its server gets the content |
 //!
 //! QEMU gets the folder and not a connection: when the server was away, QEMU connects again.
 
@@ -19,7 +16,7 @@ use std::sync::Arc;
 use rustix::fs::{MemfdFlags, Mode, OFlags};
 use serde_json::{Value, json};
 
-use crate::shape::{DriveSlot, GuestKind};
+use crate::shape::{DRIVES_MAX, DiskSlot, DriveSlot, GuestKind};
 
 /// A BIOS cylinder: SeaBIOS can't read a smaller virtio disk.
 const BOOT_DISK_BYTES_MIN: u64 = 516_096;
@@ -39,8 +36,8 @@ const RECONNECT_SECONDS: u64 = 3600;
 pub enum DriveContent {
     /// A file that is not written while the VM runs.
     ReadOnly(OwnedFd),
-    /// A disk with a server, writable unless it is [shared](NbdSocket::shared). Of a bare guest's
-    /// first drive, it has at least 516,096 bytes: the firmware can't boot from a smaller one.
+    /// A disk with a server. Of a bare guest's first drive, it has at least 516,096 bytes: the
+    /// firmware can't boot from a smaller one.
     Disk(NbdSocket),
 }
 
@@ -49,8 +46,7 @@ impl DriveContent {
     pub fn slot(&self) -> DriveSlot {
         match self {
             Self::ReadOnly(_) => DriveSlot::ReadOnly,
-            Self::Disk(disk) if disk.is_shared => DriveSlot::SharedDisk,
-            Self::Disk(_) => DriveSlot::Disk,
+            Self::Disk(disk) => DriveSlot::Disk(disk.slot),
         }
     }
 
@@ -91,7 +87,7 @@ pub struct NbdSocket {
     folder: OwnedFd,
     socket: String,
     export: String,
-    is_shared: bool,
+    slot: DiskSlot,
 }
 
 /// A socket that QEMU could not connect to.
@@ -108,8 +104,8 @@ pub enum NbdSocketError {
 }
 
 impl NbdSocket {
-    /// The socket by this name in `folder`, and the name of the disk's export there. The socket
-    /// need not exist yet.
+    /// The socket by this name in `folder`, the name of the disk's export there, and what its
+    /// server tells of it. The socket need not exist yet.
     ///
     /// # Errors
     /// [`NbdSocketError`].
@@ -117,6 +113,7 @@ impl NbdSocket {
         folder: impl AsFd,
         socket: impl Into<String>,
         export: impl Into<String>,
+        slot: DiskSlot,
     ) -> Result<Self, NbdSocketError> {
         let (name, export) = (socket.into(), export.into());
         let in_folder = !matches!(name.as_str(), "" | "." | "..") && !name.contains(['/', '\0']);
@@ -130,13 +127,7 @@ impl NbdSocket {
         let path = format!("/proc/self/fd/{}", folder.as_fd().as_raw_fd());
         let folder = rustix::fs::open(path, flags, Mode::empty())
             .map_err(|errno| NbdSocketError::Folder(errno.into()))?;
-        Ok(Self { folder, socket: name, export, is_shared: false })
-    }
-
-    /// The guest can only read it.
-    #[must_use]
-    pub fn shared(self) -> Self {
-        Self { is_shared: true, ..self }
+        Ok(Self { folder, socket: name, export, slot })
     }
 
     /// `path`: that of the folder inside QEMU.
@@ -150,7 +141,7 @@ impl NbdSocket {
             "reconnect-delay": RECONNECT_SECONDS,
             "discard": "unmap",
         });
-        match self.is_shared {
+        match self.slot.read_only {
             true => json!({
                 "driver": "raw", "node-name": name, "read-only": true, "file": server,
             }),
@@ -215,6 +206,19 @@ impl Drives {
             DriveContent::ReadOnly(file) => Some(file.as_fd()),
             DriveContent::Disk(_) => None,
         }
+    }
+
+    /// Each drive of a QEMU with these slots, with its content. One that `waits` has no files yet.
+    pub(crate) fn by_slot<'a>(
+        &'a self,
+        slots: &'a [DriveSlot],
+        waits: bool,
+    ) -> impl Iterator<Item = (u8, &'a DriveSlot, Option<&'a DriveContent>)> {
+        let mut contents = self.iter();
+        (0..DRIVES_MAX).zip(slots).map(move |(index, slot)| match slot {
+            DriveSlot::ReadOnly if waits => (index, slot, None),
+            _ => (index, slot, contents.next()),
+        })
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = &DriveContent> {
@@ -294,22 +298,26 @@ mod tests {
         assert_eq!(size(GuestKind::Bare), 2 * BOOT_DISK_BYTES_MIN);
     }
 
+    fn slot(read_only: bool) -> DiskSlot {
+        DiskSlot { size_bytes: 1 << 20, read_only, flushes: false }
+    }
+
     #[test]
     fn a_disk_is_a_socket_in_a_folder_that_cannot_be_listed() {
         let folder = File::open(std::env::temp_dir()).expect("there");
-        let disk = NbdSocket::new(&folder, "disk", "data").expect("possible");
+        let disk = NbdSocket::new(&folder, "disk", "data", slot(false)).expect("possible");
         let flags = rustix::fs::fcntl_getfl(disk.folder()).expect("open");
         assert!(flags.contains(OFlags::PATH), "{flags:?}");
         let root = Drives::new(GuestKind::Linux, vec![file(b"root")]).expect("readable");
         let drives = root.with_disks(vec![disk]);
         assert_eq!(root.slots(), [DriveSlot::ReadOnly]);
-        assert_eq!(drives.slots(), [DriveSlot::ReadOnly, DriveSlot::Disk]);
+        assert_eq!(drives.slots(), [DriveSlot::ReadOnly, DriveSlot::Disk(slot(false))]);
         let node = drives.iter().nth(1).expect("the disk").node("n", "/proc/self/fd/9");
         assert_eq!(node["file"]["server"]["path"], "/proc/self/fd/9/disk");
         assert_eq!((&node["file"]["export"], &node["node-name"]), (&"data".into(), &"n".into()));
-        let disk = NbdSocket::new(&folder, "disk", "data").expect("possible").shared();
+        let disk = NbdSocket::new(&folder, "disk", "data", slot(true)).expect("possible");
         let drives = root.with_disks(vec![disk]);
-        assert_eq!(drives.slots(), [DriveSlot::ReadOnly, DriveSlot::SharedDisk]);
+        assert_eq!(drives.slots(), [DriveSlot::ReadOnly, DriveSlot::Disk(slot(true))]);
         let node = drives.iter().nth(1).expect("the disk").node("n", "/proc/self/fd/9");
         assert_eq!((&node["read-only"], &node["detect-zeroes"]), (&true.into(), &Value::Null));
     }
@@ -318,15 +326,18 @@ mod tests {
     fn a_socket_of_another_folder_is_refused() {
         let folder = File::open(std::env::temp_dir()).expect("there");
         let longest = "s".repeat(SOCKET_NAME_BYTES_MAX);
-        assert!(NbdSocket::new(&folder, longest.as_str(), "").is_ok());
+        assert!(NbdSocket::new(&folder, longest.as_str(), "", slot(false)).is_ok());
         for name in ["", ".", "..", "../disk", "a\0b", &format!("{longest}s")] {
-            let refused = NbdSocket::new(&folder, name, "").expect_err(name);
+            let refused = NbdSocket::new(&folder, name, "", slot(false)).expect_err(name);
             assert!(matches!(refused, NbdSocketError::Name { .. }), "{refused}");
         }
-        let long = NbdSocket::new(&folder, "s", "e".repeat(EXPORT_NAME_BYTES_MAX + 1));
+        let long = NbdSocket::new(&folder, "s", "e".repeat(EXPORT_NAME_BYTES_MAX + 1), slot(false));
         assert!(matches!(long, Err(NbdSocketError::Export { len: 4097 })));
         let file = tempfile::tempfile().expect("temp file");
-        assert!(matches!(NbdSocket::new(&file, "s", ""), Err(NbdSocketError::Folder(_))));
+        assert!(matches!(
+            NbdSocket::new(&file, "s", "", slot(false)),
+            Err(NbdSocketError::Folder(_))
+        ));
     }
 
     #[test]

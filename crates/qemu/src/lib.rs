@@ -34,5 +34,5 @@ pub mod spawn;
 pub use drives::{DriveContent, Drives, NbdSocket, NbdSocketError};
 pub use probe::{AccelChoice, Binary, Version};
 pub use qmp::{LateFd, NotReplaced, Qmp, QmpError};
-pub use shape::{Accel, DriveSlot, GuestKind, Machine, Shape};
+pub use shape::{Accel, DiskSlot, DriveSlot, GuestKind, Machine, Shape};
 pub use spawn::{AGENT_DEVICE, Boot, Launch, Process, Qemu, RunAs, ShimFds, StartError};

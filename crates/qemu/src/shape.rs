@@ -2,7 +2,8 @@
 //! states.
 //!
 //! The shape is also the pool's key. It says how many drives and network cards there are. What
-//! they hold is bound when a clone gets the QEMU (decision 0027).
+//! they hold is bound when a clone gets the QEMU (decision 0027). A QEMU that waits is connected to
+//! the server of its disks (decision 0056). So what a server tells of them is part of the shape.
 
 use std::fmt;
 
@@ -63,11 +64,19 @@ pub enum GuestKind {
 pub enum DriveSlot {
     /// The guest can't write to it: a root file system, or what a bare guest boots from.
     ReadOnly,
-    /// The guest writes to it: a disk that an NBD server serves. The VM stops when a request
-    /// fails, and [`Qmp::cont`](crate::Qmp::cont) repeats the request.
-    Disk,
-    /// The same, of a disk that the guest can only read, and several guests may.
-    SharedDisk,
+    /// A disk that an NBD server serves. The VM stops when a request fails, and
+    /// [`Qmp::cont`](crate::Qmp::cont) repeats the request.
+    Disk(DiskSlot),
+}
+
+/// What the server of a disk tells QEMU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct DiskSlot {
+    pub size_bytes: u64,
+    /// The guest can only read it, and several guests may. Otherwise it writes to it.
+    pub read_only: bool,
+    /// A flush makes writes more durable.
+    pub flushes: bool,
 }
 
 /// Most drives of one machine: as many PCI slots and fds are set aside.
@@ -183,6 +192,29 @@ impl Shape {
     pub fn without_vmgenid(mut self) -> Self {
         self.vmgenid = false;
         self
+    }
+}
+
+impl Shape {
+    /// The same with these disks, in the order of the others.
+    #[must_use]
+    pub fn with_disks(mut self, disks: impl IntoIterator<Item = DiskSlot>) -> Self {
+        let slots = self.drives.iter_mut().filter_map(|slot| match slot {
+            DriveSlot::ReadOnly => None,
+            DriveSlot::Disk(disk) => Some(disk),
+        });
+        for (slot, disk) in slots.zip(disks) {
+            *slot = disk;
+        }
+        self
+    }
+
+    /// Its disks.
+    pub fn disks(&self) -> impl Iterator<Item = DiskSlot> {
+        self.drives.iter().filter_map(|slot| match slot {
+            DriveSlot::ReadOnly => None,
+            DriveSlot::Disk(disk) => Some(*disk),
+        })
     }
 }
 

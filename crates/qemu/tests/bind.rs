@@ -137,7 +137,7 @@ async fn one_pool_serves_vms_of_different_images() {
 
         let (qemu, origin) = pool.take(&reader.shape).await.expect("there");
         assert_eq!(origin, Origin::Pooled);
-        qemu.qmp.bind_drives(&drives([disk])).await.expect("bound");
+        qemu.qmp.bind_files(&drives([disk])).await.expect("bound");
         let file = reopen_from_start(&state).expect("open");
         if let Err(error) = qemu.qmp.load_state(file.as_fd(), SOON).await {
             panic!("{}", qemu.explain(error).await);
@@ -162,7 +162,7 @@ async fn each_drive_holds_what_was_bound_to_it() {
     let (parent, state) = reader.saved(two(b"parent-1", b"parent-2"), "parent-1").await;
     drop(parent);
     let first = reader.wait().start().await.expect("starts");
-    first.qmp.bind_drives(&two(b"clone--1", b"clone--2")).await.expect("bound");
+    first.qmp.bind_files(&two(b"clone--1", b"clone--2")).await.expect("bound");
     let nodes = first.qmp.execute("query-named-block-nodes", None, SOON).await.expect("asked");
     let bound = |index: u32| {
         let name = format!("bound{index}");
@@ -183,7 +183,7 @@ async fn each_drive_holds_what_was_bound_to_it() {
     drop(first);
 
     let second = reader.wait().start().await.expect("starts");
-    second.qmp.bind_drives(&two(b"again--1", b"again--2")).await.expect("bound");
+    second.qmp.bind_files(&two(b"again--1", b"again--2")).await.expect("bound");
     let file = reopen_from_start(&state).expect("open");
     second.qmp.load_state(file.as_fd(), SOON).await.expect("loaded");
     second.qmp.cont().await.expect("cont");
@@ -196,7 +196,7 @@ async fn a_drive_that_is_not_in_the_shape_cannot_be_bound() {
     let Some(reader) = Reader::new(1).await else { return };
     let waiting = reader.wait().start().await.expect("starts");
     let disk = || disk(&reader.boot, b"surplus-");
-    let error = waiting.qmp.bind_drives(&drives([disk(), disk()])).await;
+    let error = waiting.qmp.bind_files(&drives([disk(), disk()])).await;
     let error = error.expect_err("there is one").to_string();
     assert!(error.starts_with("QEMU refused `qom-set`"), "{error}");
     assert!(error.contains("disk1"), "{error}");

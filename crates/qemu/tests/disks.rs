@@ -13,8 +13,8 @@ use support::{Counter, SOON, binary, boot_sector, clone, memfd, unprivileged};
 use vmfork_nbd::Span;
 use vmfork_qemu::qmp::{IoError, IoOperation, RunState, reopen_from_start};
 use vmfork_qemu::{
-    Accel, Binary, Boot, DriveContent, DriveSlot, Drives, GuestKind, Launch, Qemu, QmpError, Shape,
-    StartError, spawn,
+    Accel, Binary, Boot, DiskSlot, DriveContent, DriveSlot, Drives, GuestKind, Launch, NotReplaced,
+    Qemu, QmpError, Shape, StartError, spawn,
 };
 
 /// 2 MiB: the firmware boots from no less than a cylinder of 516,096 bytes.
@@ -38,7 +38,8 @@ impl Writer {
         let sector = boot_sector(folder.path(), "write")?;
         fs::File::from(sector).read_to_end(&mut boot).expect("assembled");
         let binary = binary().await?;
-        let slots = vec![DriveSlot::Disk];
+        let slot = DiskSlot { size_bytes: PAGES * PAGE_BYTES, read_only: false, flushes: false };
+        let slots = vec![DriveSlot::Disk(slot)];
         let shape = Shape::new(64 << 20, 1, Accel::Tcg, GuestKind::Bare, slots).expect("possible");
         let ram = spawn::ram_file(&shape).expect("memfd");
         Some(Self { binary, shape, ram, boot, _folder: folder })
@@ -48,12 +49,13 @@ impl Writer {
         TestDisk::new(PAGES, &self.boot)
     }
 
-    fn launch(&self, disk: Option<&TestDisk>) -> Launch {
+    fn launch(&self, disk: &TestDisk, boots: bool) -> Launch {
         let (binary, shape, ram) = (self.binary.clone(), self.shape.clone(), clone(&self.ram));
-        let launch = match disk {
-            Some(disk) => Launch::boot(binary, shape, ram, Boot::Disk).drives(drives(disk)),
-            None => Launch::wait(binary, shape, ram),
+        let launch = match boots {
+            true => Launch::boot(binary, shape, ram, Boot::Disk),
+            false => Launch::wait(binary, shape, ram),
         };
+        let launch = launch.drives(drives(disk));
         match unprivileged() {
             Some(user) => launch.run_as(user),
             None => launch,
@@ -61,7 +63,7 @@ impl Writer {
     }
 
     async fn boot(&self, disk: &TestDisk) -> Qemu {
-        self.launch(Some(disk)).start().await.expect("starts")
+        self.launch(disk, true).start().await.expect("starts")
     }
 }
 
@@ -82,10 +84,10 @@ const AWAY: Duration = Duration::from_millis(300);
 /// Bytes of a sector that the guest does not count in.
 const MARK: u64 = 9 * SECTOR_BYTES;
 
-/// A guest boots from a disk and writes to it. Its clone gets another disk when it is bound, and
-/// continues its count there. No write of one reaches the other's disk.
+/// A guest boots from a disk and writes to it. The QEMU of its clone is connected to another disk
+/// while it waits, and the clone continues its count there. No write of one reaches the other's.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_clone_continues_on_the_disk_that_was_bound() {
+async fn a_clone_continues_on_the_disk_that_its_qemu_has() {
     let Some(writer) = Writer::new().await else { return };
     let disk = writer.disk();
     let server = disk.serve();
@@ -105,11 +107,10 @@ async fn a_clone_continues_on_the_disk_that_was_bound() {
     let other = disk.fork();
     let _server = other.serve();
     disk.write(MARK, b"parent's");
-    let waiting = writer.launch(None).start().await.expect("starts");
-    waiting.qmp.bind_drives(&drives(&other)).await.expect("bound");
+    let waiting = writer.launch(&other, false).start().await.expect("starts");
     let nodes = waiting.qmp.execute("query-named-block-nodes", None, SOON).await.expect("asked");
     let nodes = nodes.as_array().expect("a list");
-    let bound = nodes.iter().find(|node| node["node-name"] == "bound0").expect("it is open");
+    let bound = nodes.iter().find(|node| node["node-name"] == "drive0").expect("it is open");
     assert_eq!((&bound["drv"], &bound["ro"]), (&"raw".into(), &false.into()));
     assert_eq!(bound["image"]["virtual-size"], other.disk.size_bytes());
     let file = reopen_from_start(&state).expect("open");
@@ -211,21 +212,24 @@ async fn wait_for_state(qemu: &Qemu, state: RunState) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_server_that_says_nothing_is_given_up() {
     let Some(writer) = Writer::new().await else { return };
-    let (silent, absent) = (writer.disk(), writer.disk());
-    let listener = silent.listener();
-    let waiting = writer.launch(None).start().await.expect("starts");
-    let bind = async {
+    let (disk, silent, absent) = (writer.disk(), writer.disk(), writer.disk());
+    let (_server, listener) = (disk.serve(), silent.listener());
+    let qemu = writer.boot(&disk).await;
+    let replace = async {
         let began = Instant::now();
-        let error = waiting.qmp.bind_drives(&drives(&silent)).await.expect_err("no server");
-        (error, began.elapsed())
+        let DriveContent::Disk(socket) = silent.content() else { panic!("it is a disk") };
+        let size_bytes = silent.disk.size_bytes();
+        let refused = qemu.qmp.replace_disk(0, 1, &socket, size_bytes, None).await;
+        (refused.expect_err("no server"), began.elapsed())
     };
-    let boot = writer.launch(Some(&absent)).start();
-    let ((error, took), booted) = tokio::join!(bind, boot);
+    let boot = writer.launch(&absent, true).start();
+    let ((refused, took), booted) = tokio::join!(replace, boot);
     assert!(took < Duration::from_secs(8), "{took:?}");
-    assert!(matches!(error, QmpError::Disk { index: 0, .. }), "{error}");
+    let NotReplaced { error, has_old } = refused;
+    assert!(matches!(error, QmpError::Disk { index: 0, .. }) && has_old, "{error}");
     let text = error.to_string();
     assert!(text.contains("timeout") && text.contains("the disk's server answers"), "{text}");
-    assert_eq!(waiting.qmp.query_status().await.expect("it answers").state, RunState::InMigrate);
+    assert!(qemu.qmp.query_status().await.expect("it answers").running);
     drop(listener);
 
     match booted.expect_err("no server") {
@@ -307,6 +311,6 @@ async fn a_socket_out_of_reach_is_found_at_the_start() {
     let disk = writer.disk();
     let _server = disk.serve();
     disk.close_folder();
-    let error = writer.launch(Some(&disk)).start().await.expect_err("out of reach");
+    let error = writer.launch(&disk, true).start().await.expect_err("out of reach");
     assert!(matches!(error, StartError::Forbidden { access: "search", .. }), "{error}");
 }

@@ -6,10 +6,9 @@ mod support;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-use support::disks::TestDisk;
 use support::{Bare, Counter, SOON, memfd, millis, spread};
+use vmfork_qemu::Accel;
 use vmfork_qemu::qmp::reopen_from_start;
-use vmfork_qemu::{Accel, Drives, GuestKind, Launch, Shape, spawn};
 
 const ROUNDS: usize = 40;
 
@@ -56,7 +55,7 @@ async fn measure(accel: Accel) {
         let clone = bare.start(false).await;
         start.push(millis(began));
         let began = Instant::now();
-        clone.qmp.bind_drives(&bare.drives).await.expect("bound");
+        clone.qmp.bind_files(&bare.drives).await.expect("bound");
         bind.push(millis(began));
         let file = reopen_from_start(&state).expect("open");
         let began = Instant::now();
@@ -77,34 +76,6 @@ async fn measure(accel: Accel) {
 }
 
 /// What a writable disk adds to a clone: its QEMU connects to the disk's server.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[ignore = "a measurement"]
-async fn binding_disks() {
-    let Some(binary) = support::binary().await else { return };
-    for count in [1_usize, 2, 4] {
-        let disks: Vec<_> = (0..count).map(|_| TestDisk::new(512, b"")).collect();
-        let _servers: Vec<_> = disks.iter().map(TestDisk::serve).collect();
-        let contents = disks.iter().map(TestDisk::content).collect();
-        let drives = Drives::new(GuestKind::Bare, contents).expect("fds left");
-        let shape = Shape::new(64 << 20, 1, Accel::Tcg, GuestKind::Bare, drives.slots());
-        let shape = shape.expect("possible");
-        let mut bind = Vec::new();
-        for _ in 0..ROUNDS / 2 {
-            let ram = spawn::ram_file(&shape).expect("memfd");
-            let launch = Launch::wait(binary.clone(), shape.clone(), ram);
-            let launch = match support::unprivileged() {
-                Some(user) => launch.run_as(user),
-                None => launch,
-            };
-            let clone = launch.start().await.expect("starts");
-            let began = Instant::now();
-            clone.qmp.bind_drives(&drives).await.expect("bound");
-            bind.push(millis(began));
-        }
-        eprintln!("bind {count} writable disks: {}", spread(bind));
-    }
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "a measurement"]
 async fn steps_under_tcg() {

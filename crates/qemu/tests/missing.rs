@@ -177,7 +177,7 @@ impl Machine {
         let (binary, mut boot) = (binary().await?, Vec::new());
         let sector = boot_sector(folder.path(), "read")?;
         fs::File::from(sector).read_to_end(&mut boot).expect("assembled");
-        let slots = vec![DriveSlot::Disk];
+        let slots = vec![DriveSlot::Disk(disk(&boot, 0).slot())];
         let shape = Shape::new(MEMORY_BYTES, 1, Accel::Tcg, GuestKind::Bare, slots);
         let (shape, shim) = (shape.expect("possible"), shim());
         Some(Self { binary, shape, boot, shim, _folder: folder })
@@ -191,8 +191,9 @@ impl Machine {
         start(launch, self.shim.clone()).await
     }
 
-    async fn wait(&self) -> (Qemu, GuestMemory) {
-        let launch = |ram| Launch::wait(self.binary.clone(), self.shape.clone(), ram);
+    async fn wait(&self, disk: &TestDisk) -> (Qemu, GuestMemory) {
+        let launch =
+            |ram| Launch::wait(self.binary.clone(), self.shape.clone(), ram).drives(drives(disk));
         start(launch, self.shim.clone()).await
     }
 }
@@ -220,9 +221,8 @@ async fn a_clone_that_reads_its_disk_fetches_no_page_to_overwrite_it() {
     assert!(engine.wait_sealed(SOON));
 
     let (remote, lender) = elsewhere(engine.image());
-    let (qemu, mut view) = machine.wait().await;
+    let (qemu, mut view) = machine.wait(&of_clone).await;
     view.attach(&remote).expect("attached");
-    qemu.qmp.bind_drives(&drives(&of_clone)).await.expect("bound");
     let file = reopen_from_start(&state).expect("open");
     if let Err(error) = qemu.qmp.load_state(file.as_fd(), SOON).await {
         panic!("{}", qemu.explain(error).await);

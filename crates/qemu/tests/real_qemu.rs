@@ -353,7 +353,7 @@ fn a_linux_machine_moves_and_keeps_its_own_generation_id() {
         parent.qmp.save_state(state.as_fd(), SOON).await.expect("saved");
         let clone = start(false).await;
         let before = clone.qmp.vm_generation_id().await.expect("a vmgenid");
-        clone.qmp.bind_drives(&drives).await.expect("bound");
+        clone.qmp.bind_files(&drives).await.expect("bound");
         let file = reopen_from_start(&state).expect("open");
         let loaded = clone.qmp.load_state(file.as_fd(), SOON).await;
         if let Err(error) = loaded {

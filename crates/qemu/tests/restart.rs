@@ -34,7 +34,8 @@ use vmfork_disk::{
 use vmfork_holder::{Kind, Name, Owner};
 use vmfork_nbd::Span;
 use vmfork_qemu::{
-    Accel, Boot, DriveContent, DriveSlot, Drives, GuestKind, Launch, NbdSocket, Qemu, Shape, spawn,
+    Accel, Boot, DiskSlot, DriveContent, DriveSlot, Drives, GuestKind, Launch, NbdSocket, Qemu,
+    Shape, spawn,
 };
 
 const FOLDER: &str = "VMFORK_RESTART_TEST_FOLDER";
@@ -270,10 +271,11 @@ impl Setup {
         let holder = Process::start("child_holds", folder.path(), way, 0);
         let server = Process::start("child_serves", folder.path(), way, 0);
         let sockets = File::open(folder.path().join("sockets")).expect("made");
-        let socket = NbdSocket::new(sockets, SOCKET, EXPORT).expect("possible");
+        let slot = DiskSlot { size_bytes: PAGES * PAGE_BYTES, read_only: false, flushes: false };
+        let socket = NbdSocket::new(sockets, SOCKET, EXPORT, slot).expect("possible");
         let drives = Drives::new(GuestKind::Bare, vec![DriveContent::Disk(socket)]);
         let drives = drives.expect("fds left");
-        let slots = vec![DriveSlot::Disk];
+        let slots = vec![DriveSlot::Disk(slot)];
         let shape = Shape::new(64 << 20, 1, Accel::Tcg, GuestKind::Bare, slots).expect("possible");
         let ram = spawn::ram_file(&shape).expect("memfd");
         let launch = Launch::boot(binary, shape, ram, Boot::Disk).drives(drives);

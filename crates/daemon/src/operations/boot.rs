@@ -302,11 +302,11 @@ async fn bring_up(
         None => Boot::Disk,
     };
     let booting = Booting { drives, disks: &disks, vm: vm.name(), boot };
-    let machine = Arc::new(core.launcher.boot(shape.clone(), booting).await?);
+    let machine = Arc::new(core.launcher.boot(shape, booting).await?);
     vm.set_machine(Arc::clone(&machine));
     start_channels(forker, vm, &machine, None).map_err(RunError::Channels)?;
     // Clones of it will want QEMUs of this shape.
-    core.pool.want(&shape, core.config.pool as usize);
+    core.pool.want(&machine.clones_shape(), core.config.pool as usize);
     if !vm.identity.has_agent || timeout == Some(Duration::ZERO) {
         if vm.identity.has_agent {
             greet_in_background(core, vm);

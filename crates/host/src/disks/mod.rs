@@ -40,6 +40,7 @@ use vmfork_api::{
 };
 use vmfork_disk::{Base, Disk, DiskImage, DiskSet, DiskStore, ImageError, RawError, StoreOptions};
 use vmfork_engine::SparseFile;
+use vmfork_qemu::{DiskSlot, NbdSocket};
 
 pub use self::blank::BlankError;
 pub use self::health::DiskHealth;
@@ -82,6 +83,13 @@ pub struct DiskSpec {
 }
 
 impl DiskSpec {
+    /// What its server tells QEMU.
+    pub fn slot(&self) -> DiskSlot {
+        let (size_bytes, read_only) = (self.size_bytes, self.is_shared());
+        let flushes = !read_only && self.durability == Durability::Medium;
+        DiskSlot { size_bytes, read_only, flushes }
+    }
+
     /// The guest can only read it. If it is a volume, other VMs may have it.
     pub fn is_shared(&self) -> bool {
         self.read_only || self.volume.as_ref().is_some_and(OfVolume::is_shared)
@@ -622,14 +630,47 @@ impl HostDisks {
         if contents.is_empty() {
             return Ok(None);
         }
-        contents.iter().try_for_each(check_base)?;
-        let number = self.next.fetch_add(1, Ordering::Relaxed);
-        let folder = self.sockets.join(number.to_string());
-        let disks = contents.iter().map(|content| self.serve(vm, content));
-        let disks = disks.collect::<Result<_, DiskError>>()?;
-        let disks = MachineDisks::start(disks, uid, &folder)?;
+        let disks = MachineDisks::start(self.served(vm, contents)?, uid, &self.new_folder())?;
         self.live.add(&disks.all());
         Ok(Some(disks))
+    }
+
+    /// The disks of a QEMU of one user that waits: it connects to them, and what they hold comes
+    /// later. → also where it finds each. Blocking.
+    ///
+    /// # Errors
+    /// No room, or no fd is left.
+    pub fn wait(
+        &self,
+        uid: u32,
+        slots: impl IntoIterator<Item = DiskSlot>,
+    ) -> Result<(MachineDisks, Vec<NbdSocket>), DiskError> {
+        MachineDisks::wait(slots, uid, &self.new_folder())
+    }
+
+    /// A VM of that name gets a QEMU that waited, and these are its disks' contents. → whether they
+    /// are as QEMU was told. Blocking: makes files.
+    ///
+    /// # Errors
+    /// No room, or no fd is left. A file that one of them is on has changed.
+    pub fn fill(
+        &self,
+        waiting: &MachineDisks,
+        vm: &str,
+        contents: &[DiskContent],
+    ) -> Result<bool, DiskError> {
+        let filled = waiting.fill(self.served(vm, contents)?);
+        self.live.add(&waiting.all());
+        Ok(filled)
+    }
+
+    fn new_folder(&self) -> PathBuf {
+        self.sockets.join(self.next.fetch_add(1, Ordering::Relaxed).to_string())
+    }
+
+    fn served(&self, vm: &str, contents: &[DiskContent]) -> Result<Vec<Served>, DiskError> {
+        contents.iter().try_for_each(check_base)?;
+        contents.iter().map(|content| self.serve(vm, content)).collect()
     }
 }
 

@@ -15,7 +15,8 @@ use vmfork_api::{Durability, OnFork};
 use vmfork_disk::layer::LayerError;
 use vmfork_disk::{Disk, DiskCounts, DiskExport, DiskServer, DiskSet, DiskStore};
 use vmfork_image::ImageId;
-use vmfork_qemu::{LateFd, NbdSocket, NbdSocketError};
+use vmfork_nbd::Export;
+use vmfork_qemu::{DiskSlot, LateFd, NbdSocket, NbdSocketError};
 
 use super::{DiskContent, DiskError, DiskSpec, OfVolume, VolumeLease, grow};
 use crate::state::DISK_SOCKET;
@@ -94,8 +95,7 @@ impl Served {
     }
 
     fn socket(&self, folder: &OwnedFd) -> Result<NbdSocket, NbdSocketError> {
-        let socket = NbdSocket::new(folder, DISK_SOCKET, self.export.as_str())?;
-        Ok(if self.spec.is_shared() { socket.shared() } else { socket })
+        NbdSocket::new(folder, DISK_SOCKET, self.export.as_str(), self.spec.slot())
     }
 
     /// The same disk, for another connection.
@@ -141,11 +141,22 @@ impl Served {
             let (image, lease) = (self.disk.image(), self.lease.clone());
             return Ok(DiskContent { spec, image, set, on_clients_file: false, lease });
         }
-        // The clones' disks are their own.
         let (image, on_clients_file) = (self.disk.freeze()?, self.on_clients_file);
-        let (size_bytes, durability) = (image.size_bytes(), Durability::Host);
-        let spec = DiskSpec { volume: None, durability, size_bytes, ..spec };
+        let spec = self.clones_spec(image.size_bytes());
         Ok(DiskContent { spec, image, set, on_clients_file, lease: None })
+    }
+
+    /// What clones have of it: their disks are their own, unless they share it.
+    fn clones_spec(&self, size_bytes: u64) -> DiskSpec {
+        match self.spec.is_shared() {
+            true => self.spec.clone(),
+            false => DiskSpec {
+                volume: None,
+                durability: Durability::Host,
+                size_bytes,
+                ..self.spec.clone()
+            },
+        }
     }
 }
 
@@ -162,6 +173,46 @@ impl MachineDisks {
             socket: Some(socket),
             folder,
         })
+    }
+
+    /// Of a QEMU that waits: it may connect, and what its disks hold comes later. → also where it
+    /// finds each, in the order of its drives.
+    pub(super) fn wait(
+        slots: impl IntoIterator<Item = DiskSlot>,
+        uid: u32,
+        folder: &Path,
+    ) -> Result<(Self, Vec<NbdSocket>), DiskError> {
+        let (socket, folder, listener) = Socket::make(folder, uid).map_err(DiskError::Serve)?;
+        let (mut sockets, mut promised) = (Vec::new(), Vec::new());
+        for (index, slot) in slots.into_iter().enumerate() {
+            let (name, description) = (late_name(index), String::new());
+            let socket = NbdSocket::new(&folder, DISK_SOCKET, name.as_str(), slot);
+            sockets.push(socket.map_err(|error| DiskError::Serve(io::Error::other(error)))?);
+            let DiskSlot { size_bytes, read_only, flushes } = slot;
+            promised.push(Export { name, description, size_bytes, read_only, flushes });
+        }
+        let server =
+            DiskServer::start_waiting(listener, uid, promised).map_err(DiskError::Serve)?;
+        let waiting = Self {
+            disks: Mutex::default(),
+            undecided: Mutex::default(),
+            offers: AtomicU64::new(0),
+            server: Some(server),
+            socket: Some(socket),
+            folder,
+        };
+        Ok((waiting, sockets))
+    }
+
+    /// What those of a QEMU that waited hold. → whether they are as it was told.
+    pub(super) fn fill(&self, disks: Vec<Served>) -> bool {
+        let Some(server) = &self.server else { return false };
+        let named = disks.into_iter().enumerate();
+        let named = named.map(|(index, served)| Served { export: late_name(index), ..served });
+        let disks: Vec<Served> = named.collect();
+        let filled = disks.iter().all(|served| server.fill(&served.export, served.export()));
+        *self.disks() = disks;
+        filled
     }
 
     fn disks(&self) -> MutexGuard<'_, Vec<Served>> {
@@ -200,6 +251,12 @@ impl MachineDisks {
     /// A disk has no layer to go on with.
     pub fn freeze(&self) -> Result<Vec<DiskContent>, LayerError> {
         self.disks().iter().map(Served::freeze).collect()
+    }
+
+    /// What QEMUs of clones are told of each, as they are now.
+    pub fn clones_slots(&self) -> Vec<DiskSlot> {
+        let slot = |served: &Served| served.clones_spec(served.disk.size_bytes()).slot();
+        self.disks().iter().map(slot).collect()
     }
 
     /// A volume that keeps its VM from being forked: the disk's name, and the volume's.
@@ -314,6 +371,11 @@ impl MachineDisks {
             tracing::warn!(disk, "a request of a disk that was detached still waits");
         }
     }
+}
+
+/// What the server of a QEMU that waits calls a disk. Names of disks have no dot.
+fn late_name(index: usize) -> String {
+    format!("{index}.")
 }
 
 /// A disk that no server has yet.

@@ -87,8 +87,7 @@ impl DriveSpec {
     pub fn slot(&self) -> DriveSlot {
         match self {
             Self::Root { .. } => DriveSlot::ReadOnly,
-            Self::Disk(disk) if disk.is_shared() => DriveSlot::SharedDisk,
-            Self::Disk(_) => DriveSlot::Disk,
+            Self::Disk(disk) => DriveSlot::Disk(disk.slot()),
         }
     }
 }

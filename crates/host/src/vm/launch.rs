@@ -155,7 +155,8 @@ impl Launcher {
         self.start(shape, Some(booting)).await
     }
 
-    /// A QEMU that waits for a snapshot. [`Machine::bind`] gives its drives their content.
+    /// A QEMU that waits for a snapshot. [`Machine::bind`] gives its drives their content. It is
+    /// connected to the server of its disks.
     ///
     /// # Errors
     /// [`LaunchError`]; nothing is left running.
@@ -181,6 +182,7 @@ impl Launcher {
             kvm,
             pmem: ends.pmem,
         };
+        let is_booting = booting.is_some();
         let (launch, holds) = match booting {
             Some(Booting { drives, disks, vm, boot }) => {
                 let uid = user.run_as().uid;
@@ -191,6 +193,15 @@ impl Launcher {
                 (launch.drives(drives.with_disks(sockets)), Some((drives, disks)))
             }
             None => (Launch::wait(binary, shape.clone(), ends.ram), None),
+        };
+        let (launch, waiting) = match is_booting || shape.disks().next().is_none() {
+            true => (launch, None),
+            false => {
+                let uid = user.run_as().uid;
+                let waits = || self.disks.wait(uid, shape.disks());
+                let (disks, sockets) = tokio::task::block_in_place(waits)?;
+                (launch.drives(Drives::default().with_disks(sockets)), Some(disks))
+            }
         };
         let (key, value) = self.state.process_mark();
         let mut mark = OsString::from(key);
@@ -203,6 +214,9 @@ impl Launcher {
             let machine = self.take_hold(tap, qemu, shape, version, user)?;
             if let Some((drives, disks)) = holds {
                 machine.boots_with(drives, disks).await?;
+            }
+            if let Some(disks) = waiting {
+                machine.waits_with(disks);
             }
             Ok(machine)
         };

@@ -156,30 +156,32 @@ impl Machine {
         Ok(())
     }
 
-    /// Give the drives of a QEMU that waited their content, once, before a state is loaded: the
-    /// read-only ones, then the disks.
+    /// It waits, connected to these.
+    pub(super) fn waits_with(&self, disks: MachineDisks) {
+        let _first = self.disks.set(disks);
+    }
+
+    /// Give the drives of a QEMU that waited their content, once, before a state is loaded. Its
+    /// disks have theirs already ([`HostDisks::fill`](crate::disks::HostDisks::fill)).
     ///
     /// # Errors
     /// [`BindError`]: this QEMU is of no use then.
-    pub async fn bind(
-        &self,
-        read_only: &Drives,
-        disks: Option<MachineDisks>,
-    ) -> Result<(), BindError> {
-        let sockets = disks.as_ref().map(MachineDisks::sockets).transpose();
-        let all = read_only.with_disks(sockets?.unwrap_or_default());
-        let given = all.slots();
-        if given != self.shape.drives || self.drives.set(read_only.clone()).is_err() {
+    pub async fn bind(&self, read_only: &Drives) -> Result<(), BindError> {
+        let given = read_only.slots();
+        let files = self.shape.drives.iter().filter(|slot| **slot == DriveSlot::ReadOnly);
+        if !given.iter().eq(files) || self.drives.set(read_only.clone()).is_err() {
             return Err(BindError::Other { given, shape: self.shape.drives.clone() });
-        }
-        // Before QEMU connects, and also if that fails: they end after it.
-        if let Some(disks) = disks {
-            let _first = self.disks.set(disks);
         }
         if self.shape.pmem_bytes.is_some() {
             self.show_root()?;
         }
-        Ok(self.qmp.bind_drives(&all).await?)
+        Ok(self.qmp.bind_files(read_only).await?)
+    }
+
+    /// That of QEMUs which its clones can have, as its disks are now.
+    pub fn clones_shape(&self) -> Shape {
+        let disks = self.disks().map(MachineDisks::clones_slots).unwrap_or_default();
+        self.shape.clone().with_disks(disks)
     }
 
     /// What its read-only drives hold; clones of it get the same.

@@ -1,15 +1,16 @@
-//! The content of the drives of a QEMU that waits, bound when a clone gets it.
+//! What the drives of a QEMU hold. The files of one that waits are bound when a clone gets it. A
+//! disk may take the place of another while the VM runs.
 //!
 //! ```text
 //!   -device virtio-blk-pci,id=disk0 ──► drive0: null-co, a placeholder
 //!                                   ╲
-//!   add-fd, blockdev-add, qom-set    ──► bound0: the clone's own file or disk
+//!   add-fd, blockdev-add, qom-set    ──► bound0: the clone's own file
 //! ```
 //!
 //! A file, or the folder of a disk's socket, comes as an fd over the control socket. So QEMU needs
 //! no right to any path, and its user needs no right to the file.
 
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 
 use serde_json::{Value, json};
 
@@ -25,50 +26,34 @@ const FD_SET_FIRST: usize = 16;
 const LATE_FD_SET_FIRST: usize = FD_SET_FIRST + DRIVES_MAX as usize;
 
 impl Qmp {
-    /// Put content into the drives of a QEMU that was started with
+    /// Put the files among these into the drives of a QEMU that was started with
     /// [`Launch::wait`](crate::Launch::wait), before [`Qmp::load_state`]. They have to fit its
-    /// shape. The sizes are those of the files and exports.
-    ///
-    /// QEMU connects to the server of a disk here, so it has to run. QEMU tries for 5 s per disk.
-    /// It answers no other command meanwhile.
+    /// shape. It has its disks already.
     ///
     /// # Errors
-    /// [`QmpError::Disk`] if a disk's server can't be reached, or as [`Qmp::execute`]. QEMU is of
-    /// no use then.
-    pub async fn bind_drives(&self, drives: &Drives) -> Result<(), QmpError> {
+    /// As [`Qmp::execute`]. QEMU is of no use then.
+    pub async fn bind_files(&self, drives: &Drives) -> Result<(), QmpError> {
         for (index, drive) in drives.iter().enumerate() {
-            match drive {
-                DriveContent::ReadOnly(_) => self.bind_file(index, drive).await?,
-                DriveContent::Disk(disk) => self.bind_disk(index, drive, disk).await?,
+            if let DriveContent::ReadOnly(file) = drive {
+                self.bind_file(index, drive, file.as_fd()).await?;
             }
         }
         Ok(())
     }
 
-    async fn bind_file(&self, index: usize, drive: &DriveContent) -> Result<(), QmpError> {
+    async fn bind_file(
+        &self,
+        index: usize,
+        drive: &DriveContent,
+        file: BorrowedFd<'_>,
+    ) -> Result<(), QmpError> {
         let path = format!("/dev/fdset/{}", fd_set(index));
-        let add_fd = self.add_fd(index, drive.fd());
+        let add_fd = self.add_fd_to(fd_set(index), file);
         let add_node = self.ask("blockdev-add", Some(drive.node(&node_name(index), &path)));
         // Sent together: QEMU carries them out in this order. Not so the next drive's: QEMU drops
         // an fd that it has not taken yet when another one comes.
         let (added, opened, bound) = tokio::join!(biased; add_fd, add_node, self.set_drive(index));
         added.and(opened).and(bound)
-    }
-
-    async fn bind_disk(
-        &self,
-        index: usize,
-        drive: &DriveContent,
-        disk: &NbdSocket,
-    ) -> Result<(), QmpError> {
-        // The node names the number that the folder has in QEMU, which only the answer tells.
-        let added = self.add_fd(index, drive.fd()).await?;
-        let number = added.get("fd").and_then(Value::as_u64);
-        let number = number.ok_or_else(|| not_understood("add-fd", &added))?;
-        let path = format!("/proc/self/fd/{number}");
-        let add_node = self.ask("blockdev-add", Some(drive.node(&node_name(index), &path)));
-        let (opened, bound) = tokio::join!(biased; add_node, self.set_drive(index));
-        opened.map_err(|error| unreachable_disk(index, disk, error)).and(bound)
     }
 
     /// Put another disk behind a drive of kind [`DriveSlot::Disk`](crate::DriveSlot::Disk) while
@@ -77,7 +62,8 @@ impl Qmp {
     /// gets its next disk. `number`: one that the drive has not had yet.
     ///
     /// # Errors
-    /// As [`Qmp::bind_drives`], and which disk the drive has then.
+    /// [`QmpError::Disk`] if the disk's server can't be reached for 5 s, in which QEMU answers no
+    /// other command; or as [`Qmp::execute`]. And which disk the drive has then.
     pub async fn replace_disk(
         &self,
         index: usize,
@@ -161,10 +147,6 @@ impl Qmp {
         let found = self.ask("qom-get", Some(drive)).await?;
         let node = found.as_str().map(ToOwned::to_owned);
         node.ok_or_else(|| not_understood("qom-get", &found))
-    }
-
-    async fn add_fd(&self, index: usize, fd: BorrowedFd<'_>) -> Result<Value, QmpError> {
-        self.add_fd_to(fd_set(index), fd).await
     }
 
     async fn add_fd_to(&self, set: usize, fd: BorrowedFd<'_>) -> Result<Value, QmpError> {

@@ -107,7 +107,7 @@ pub fn command_line(
     line.option("-vga", "none");
     machine(&mut line, shape, kvm_cpu);
     channels(&mut line, shape);
-    drives(&mut line, shape, contents);
+    drives(&mut line, shape, contents, matches!(begin, Begin::Wait));
     nics(&mut line, shape);
     devices(&mut line, shape);
     // A guest that reboots must not run on in a clone without a kernel: its QEMU ends.
@@ -215,20 +215,19 @@ const WRITABLE: &str = ",werror=stop,rerror=stop,physical_block_size=4096,discar
 const SHARED: &str = ",rerror=stop,physical_block_size=4096";
 
 /// A drive without content has a placeholder.
-fn drives(line: &mut Line, shape: &Shape, contents: &Drives) {
-    let mut contents = contents.iter();
-    for (index, slot) in (0..DRIVES_MAX).zip(&shape.drives) {
+fn drives(line: &mut Line, shape: &Shape, contents: &Drives, waits: bool) {
+    for (index, slot, content) in contents.by_slot(&shape.drives, waits) {
         let name = format!("drive{index}");
-        let (read_only, writable) = match slot {
-            DriveSlot::ReadOnly => ("on", ""),
-            DriveSlot::Disk => ("off", WRITABLE),
-            DriveSlot::SharedDisk => ("on", SHARED),
+        let writable = match slot {
+            DriveSlot::ReadOnly => "",
+            DriveSlot::Disk(disk) if disk.read_only => SHARED,
+            DriveSlot::Disk(_) => WRITABLE,
         };
-        let node = match contents.next() {
+        let node = match content {
             Some(content) => content.node(&name, &Slot::Drive(index).path()).to_string(),
-            None => format!(
-                "driver=null-co,size=512,read-zeroes=on,node-name={name},read-only={read_only}"
-            ),
+            None => {
+                format!("driver=null-co,size=512,read-zeroes=on,node-name={name},read-only=on")
+            }
         };
         line.option("-blockdev", node);
         let boot = match (shape.guest, index) {
@@ -308,6 +307,7 @@ impl Line {
 mod tests {
     use super::*;
     use crate::drives::{DriveContent, NbdSocket};
+    use crate::shape::DiskSlot;
 
     /// Where the first drive's file is.
     const FILE: &str = "/proc/self/fd/14";
@@ -321,20 +321,22 @@ mod tests {
         let folder = || std::fs::File::open("/").expect("there");
         let contents = shape.drives.iter().map(|slot| match slot {
             DriveSlot::ReadOnly => DriveContent::ReadOnly(folder().into()),
-            DriveSlot::Disk => {
-                DriveContent::Disk(NbdSocket::new(folder(), "s,ock", "e").expect("possible"))
-            }
-            DriveSlot::SharedDisk => {
-                let socket = NbdSocket::new(folder(), "s,ock", "e").expect("possible");
-                DriveContent::Disk(socket.shared())
+            DriveSlot::Disk(slot) => {
+                let socket = NbdSocket::new(folder(), "s,ock", "e", *slot);
+                DriveContent::Disk(socket.expect("possible"))
             }
         });
         Drives::new(GuestKind::Linux, contents.collect()).expect("open")
     }
 
+    fn disks(shape: &Shape) -> Drives {
+        let drives = shape.disks().map(DriveSlot::Disk).collect();
+        contents(&Shape { drives, ..shape.clone() })
+    }
+
     fn text(shape: &Shape, begin: Begin<'_>) -> String {
         let drives = match begin {
-            Begin::Wait => Drives::default(),
+            Begin::Wait => disks(shape),
             Begin::Kernel { .. } | Begin::Disk => contents(shape),
         };
         let words = command_line(shape, begin, &drives, &[], "host");
@@ -386,15 +388,16 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_stops_the_vm_on_errors_and_its_placeholder_can_be_written() {
-        let drives = vec![DriveSlot::ReadOnly, DriveSlot::Disk];
+    fn a_disk_stops_the_vm_on_errors_and_is_connected_while_it_waits() {
+        let slot = DiskSlot { size_bytes: 1 << 30, read_only: false, flushes: false };
+        let drives = vec![DriveSlot::ReadOnly, DriveSlot::Disk(slot)];
         let shape = Shape::new(512 << 20, 1, Accel::Tcg, GuestKind::Linux, drives);
         let shape = shape.expect("possible");
         let (boots, waits) = (text(&shape, Begin::Disk), text(&shape, Begin::Wait));
-        assert!(boots.contains(r#""path":"/proc/self/fd/15/s,ock""#), "{boots}");
-        for placeholder in ["node-name=drive0,read-only=on", "node-name=drive1,read-only=off"] {
-            assert!(waits.contains(placeholder), "{waits}");
+        for line in [&boots, &waits] {
+            assert!(line.contains(r#""path":"/proc/self/fd/15/s,ock""#), "{line}");
         }
+        assert!(waits.contains("node-name=drive0,read-only=on"), "{waits}");
         for line in [boots, waits] {
             let devices: Vec<_> = line.split(" -").filter(|word| word.contains("-blk-")).collect();
             assert_eq!(

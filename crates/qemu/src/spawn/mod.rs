@@ -132,13 +132,13 @@ impl Launch {
         Self::new(binary, shape, ram, Some(boot))
     }
 
-    /// A QEMU that waits for [`Qmp::bind_drives`] and [`Qmp::load_state`]. Its drives are
-    /// placeholders.
+    /// A QEMU that waits for [`Qmp::bind_files`] and [`Qmp::load_state`]. Its files are
+    /// placeholders, and [`Launch::drives`] are its disks alone.
     pub fn wait(binary: Binary, shape: Shape, ram: OwnedFd) -> Self {
         Self::new(binary, shape, ram, None)
     }
 
-    /// What the drives of the shape hold, for a VM that boots.
+    /// What the drives of the shape hold.
     #[must_use]
     pub fn drives(mut self, drives: Drives) -> Self {
         self.drives = drives;
@@ -226,7 +226,9 @@ impl Launch {
             }
             GuestKind::Bare => None,
         };
-        for (index, drive) in (0..).zip(self.drives.iter()) {
+        let waits = self.boot.is_none();
+        for (index, _, drive) in self.drives.by_slot(&self.shape.drives, waits) {
+            let Some(drive) = drive else { continue };
             let fd =
                 drive.fd().try_clone_to_owned().map_err(prepare("duplicate a drive's file"))?;
             fds.push((Slot::Drive(index), fd));
@@ -280,11 +282,14 @@ impl Launch {
     }
 
     fn check_files(&self) -> Result<(), StartError> {
-        // One that waits has placeholders.
         let given = self.drives.slots();
-        let expected: &[DriveSlot] = if self.boot.is_some() { &self.shape.drives } else { &[] };
+        // The files of one that waits are placeholders.
+        let expected = match self.boot {
+            Some(_) => self.shape.drives.clone(),
+            None => self.shape.disks().map(DriveSlot::Disk).collect(),
+        };
         if given != expected {
-            return Err(StartError::WrongDrives { shape: expected.to_vec(), given });
+            return Err(StartError::WrongDrives { shape: expected, given });
         }
         if self.nics.len() != usize::from(self.shape.nics) {
             let (shape, given) = (self.shape.nics, self.nics.len());

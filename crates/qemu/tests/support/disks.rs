@@ -10,7 +10,7 @@ use vmfork_disk::{
     Disk, DiskExport, DiskImage, DiskServer, DiskSet, DiskSpec, DiskStore, Durability, StoreOptions,
 };
 use vmfork_nbd::Span;
-use vmfork_qemu::{DriveContent, NbdSocket};
+use vmfork_qemu::{DiskSlot, DriveContent, NbdSocket};
 
 pub(crate) const SECTOR_BYTES: u64 = 512;
 pub(crate) const PAGE_BYTES: u64 = 4096;
@@ -83,10 +83,16 @@ impl TestDisk {
         bytes
     }
 
+    /// What its server tells QEMU.
+    pub(crate) fn slot(&self) -> DiskSlot {
+        DiskSlot { size_bytes: self.disk.size_bytes(), read_only: false, flushes: false }
+    }
+
     /// What QEMU needs.
     pub(crate) fn content(&self) -> DriveContent {
         let folder = fs::File::open(self.folder.path()).expect("made");
-        DriveContent::Disk(NbdSocket::new(folder, SOCKET, EXPORT).expect("possible"))
+        let slot = self.slot();
+        DriveContent::Disk(NbdSocket::new(folder, SOCKET, EXPORT, slot).expect("possible"))
     }
 
     /// Only the owner may search its folder from now on.

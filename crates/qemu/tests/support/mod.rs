@@ -106,7 +106,7 @@ impl Bare {
 
     /// A QEMU that waits takes over a state, with this guest's drives.
     pub(crate) async fn load(&self, qemu: &Qemu, state: impl AsFd) -> Result<(), QmpError> {
-        qemu.qmp.bind_drives(&self.drives).await?;
+        qemu.qmp.bind_files(&self.drives).await?;
         let file = reopen_from_start(state).expect("open");
         qemu.qmp.load_state(file.as_fd(), SOON).await
     }
