@@ -188,6 +188,27 @@ def test_an_images_root_is_an_object_that_its_vms_read_as_they_need_it(
         assert "credentials" in refused
 
 
+def test_an_object_that_was_replaced_meanwhile_is_not_shown_with_the_new_one(
+    host: Daemon, store: objects.Objects, tmp_path: Path
+) -> None:
+    disk = bootsector.build("counter").read_bytes().ljust(4 * MIB, b"\0")
+    location = store.put("boots.raw", disk)
+    Cli(host)("image", "import", "tiny", "--boot-disk", location)
+    (tmp_path / "same").mkdir()
+    with serving(Cli(host), "tiny", str(tmp_path / "same")):
+        host.kill()
+        host.start()
+        shown = tmp_path / "same" / "tiny.img"
+        assert shown.read_bytes() == disk, "the same object is shown on"
+    (tmp_path / "other").mkdir()
+    with serving(Cli(host), "tiny", str(tmp_path / "other")) as process:
+        host.kill()
+        store.put("boots.raw", disk[:-1] + b"x")
+        host.start()
+        _, error = process.communicate(timeout=60)
+        assert process.returncode == 1 and b"has another image by the name" in error, error
+
+
 @pytest.mark.slow
 def test_a_disk_that_boots_is_an_object(host: Daemon, store: objects.Objects) -> None:
     location = store.put("boots.raw", bootsector.build("counter").read_bytes().ljust(4 * MIB, b"\0"))

@@ -9,9 +9,11 @@ compares them under the same conditions, however loaded the machine is.
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from harness import metrics
 from harness.metrics import Between
@@ -22,6 +24,8 @@ from .. import world as w
 TITLE = "Writable disks"
 
 GB, TB = 10**9, 10**12
+#: Of the image that a first fork has.
+IMAGE_BYTES = 8000 << 20
 #: A blank disk's size is a multiple of this.
 PAGE_BYTES = 4096
 
@@ -75,6 +79,7 @@ SHAPES = len({case.disks for case in CASES})
 def run(world: w.World) -> None:
     _by_disks(world)
     _by_written(world)
+    _first_forks(world)
     disk_speed.run(world)
     disk_host.run(world)
 
@@ -169,3 +174,27 @@ def _by_written(world: w.World) -> None:
         with w.background(vm, f"{diskio} /dev/vdb 1024 write random 4 0 1"):
             for _ in world.rounds("forks while the guest writes", share=0.5):
                 _fork(world, daemon, vm, {"written": "4 KiB pages", "load": WRITES}, shapes=1)
+
+
+def _first_forks(world: w.World) -> None:
+    """The first fork of a VM, which nothing was prepared for: with a disk that begins with a large
+    file, and without a disk."""
+    large, plain = "8 GB", "none"
+    with tempfile.TemporaryDirectory() as folder, world.daemon(pool=POOL) as (_daemon, client):
+        file = Path(folder) / "image"
+        with file.open("wb") as out:
+            block = bytes(1 << 20)
+            for _ in range(IMAGE_BYTES >> 20):
+                out.write(block)
+        disks = {large: [w.vmfork.NewDisk.file("image", str(file))], plain: []}
+        shapes = set()
+        for number in world.rounds(f"first forks, with an image of {large} and without", share=0.3):
+            for image in (large, plain) if number % 2 else (plain, large):
+                vm = world.run(client, memory_mib=MEMORY_MIB, name=f"first-{number}", disks=disks[image])
+                shapes.add(image)
+                world.pool_is_full(client, POOL * len(shapes))
+                time.sleep(SETTLE_S)
+                began = w.now_ms()
+                fork = vm.fork(1).raise_for_errors()
+                world.figures.series("disks_first_fork_ms", image=image).add(w.now_ms() - began)
+                w.end_all([*fork, vm])

@@ -32,6 +32,11 @@ impl LateExport {
         export.described(name) == self.promised && self.export.set(export).is_ok()
     }
 
+    /// Whether its disk has come.
+    pub(crate) fn is_filled(&self) -> bool {
+        self.export.get().is_some()
+    }
+
     /// As clients see it, by this name.
     pub(crate) fn described(&self, name: &str) -> Export {
         match self.export.get() {

@@ -209,6 +209,11 @@ impl DiskServer {
         served.is_some_and(|served| served.export.fill(export))
     }
 
+    /// Whether all disks have come.
+    pub fn is_filled(&self) -> bool {
+        self.shared.disks().values().all(|served| served.export.is_filled())
+    }
+
     /// Clients may get this disk by this name from now on. → whether there was none of that name.
     pub fn add(&self, name: &str, export: DiskExport) -> bool {
         match self.shared.disks().entry(name.to_owned()) {

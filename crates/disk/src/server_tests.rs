@@ -135,7 +135,7 @@ fn a_client_may_come_before_its_disk() {
     let export = || DiskExport::new(Arc::clone(&setup.disks[0]), Durability::Host);
     assert!(!setup.server.fill("1.", export()), "clients were told another size");
     assert!(!setup.server.fill("2.", export()), "none waits for it");
-    assert!(setup.server.fill("0.", export()));
+    assert!(setup.server.fill("0.", export()) && !setup.server.is_filled());
     assert!(!setup.server.fill("0.", export()), "it has come");
     write(&mut client, 2).expect("written");
     assert_eq!(first(&setup.disks[0]), 2);

@@ -212,19 +212,10 @@ async fn attached(
     name: &str,
     first: Result<(Machine, pool::Origin), LaunchError>,
 ) -> Result<(Machine, pool::Origin), NotStarted> {
-    let slots = || snapshot.disks.iter().map(|content| content.spec.slot());
     let mut next = first;
     let mut attempt = 1;
     loop {
         let (machine, from) = next?;
-        // It was asked for before the freeze: a disk may have grown since.
-        if attempt < ATTACH_TRIES_MAX && !machine.shape.disks().eq(slots()) {
-            let shape = machine.shape.clone().with_disks(slots());
-            drop(machine);
-            next = core.take(&shape).await;
-            attempt += 1;
-            continue;
-        }
         match become_view(core, snapshot, name, &machine).await {
             Ok(()) => return Ok((machine, from)),
             Err(error)
@@ -251,17 +242,10 @@ async fn become_view(
     name: &str,
     machine: &Machine,
 ) -> Result<(), NotStarted> {
-    if let Some(disks) = machine.disks() {
-        let fill = || core.disks.fill(disks, name, &snapshot.disks);
-        if !tokio::task::block_in_place(fill)? {
-            let given = snapshot.disks.iter().map(|content| DriveSlot::Disk(content.spec.slot()));
-            let (given, shape) = (given.collect(), machine.shape.drives.clone());
-            return Err(BindError::Other { given, shape }.into());
-        }
-    }
-    // QEMU opens the drives' files while its keeper maps the memory.
+    // QEMU opens the root's file while its keeper maps the memory.
     let bind = async {
         let began = Instant::now();
+        tokio::task::block_in_place(|| fill(core, snapshot, name, machine))?;
         machine.bind(&snapshot.drives).await?;
         core.metrics.observe_stage(Stage::CloneBind, began.elapsed());
         Ok::<_, NotStarted>(())
@@ -277,6 +261,20 @@ async fn become_view(
     };
     let (bound, attached) = tokio::join!(biased; bind, attach);
     bound.and(attached)
+}
+
+/// Make its disks: QEMU is connected to their server already.
+fn fill(core: &Core, snapshot: &Snapshot, name: &str, machine: &Machine) -> Result<(), NotStarted> {
+    let filled = match machine.disks() {
+        Some(disks) => core.disks.fill(disks, name, &snapshot.disks)?,
+        None => snapshot.disks.is_empty(),
+    };
+    if filled {
+        return Ok(());
+    }
+    let given = snapshot.disks.iter().map(|content| DriveSlot::Disk(content.spec.slot()));
+    let given = snapshot.drives.slots().into_iter().chain(given).collect();
+    Err(BindError::Other { given, shape: machine.shape.drives.clone() }.into())
 }
 
 async fn bring_up(

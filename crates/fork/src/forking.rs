@@ -234,7 +234,9 @@ async fn carry_out(
     // Until the last clone is ready.
     let _no_refill = core.hold_pool();
     let shape = machine.clones_shape();
-    core.pool.want(&shape, core.config.pool as usize);
+    if !grant.clones.is_empty() {
+        core.pool.want(&shape, core.config.pool as usize);
+    }
     let pending = start_machines(core, &shape, grant.clones.len(), &fork.given_up);
     let frozen = freeze::freeze(core, parent, &machine, fork.wanted()).await;
     let (mut snapshot, stages, pause) = match frozen {

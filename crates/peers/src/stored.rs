@@ -174,7 +174,7 @@ impl Stored {
 
     /// What has happened to chunks.
     pub(super) fn counts(&self) -> [(ImageChunk, u64); 3] {
-        let Common { connections: _, came, given, relayed } = &*self.common;
+        let Common { came, given, relayed, .. } = &*self.common;
         let counts =
             [(ImageChunk::Came, came), (ImageChunk::Given, given), (ImageChunk::Relayed, relayed)];
         counts.map(|(what, count)| (what, count.load(Ordering::Relaxed)))

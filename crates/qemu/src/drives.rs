@@ -79,8 +79,9 @@ impl DriveContent {
 /// needs no right to the folders above: QEMU gets the folder as an fd. So a folder of mode 0711 in
 /// one of mode 0700 will do, with a socket of mode 0600 that belongs to QEMU's user.
 ///
-/// QEMU connects when the drive is bound, and again whenever the connection is lost. So the server
-/// listens by the same name in the same folder for as long as the VM lives.
+/// QEMU connects when it is started, or gets the disk in place of another, and again whenever the
+/// connection is lost. So the server listens by the same name in the same folder for as long as the
+/// VM lives.
 #[derive(Debug)]
 pub struct NbdSocket {
     /// `O_PATH`: QEMU can't list it.

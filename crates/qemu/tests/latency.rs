@@ -75,7 +75,6 @@ async fn measure(accel: Accel) {
     }
 }
 
-/// What a writable disk adds to a clone: its QEMU connects to the disk's server.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "a measurement"]
 async fn steps_under_tcg() {

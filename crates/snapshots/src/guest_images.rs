@@ -88,6 +88,7 @@ pub async fn push(
     let (names, sent_bytes) = with_work(library, move |library, work| {
         let files = vmfork_host::core::open_image(&library.core, &name)
             .map_err(|error| SnapshotError::Host(error.into()))?;
+        check_copyable(&files.metadata)?;
         let snapshots = &library.snapshots;
         let other = snapshots.places.store_at(&request.location, For::Writing)?;
         if let Some(stored) = &files.metadata.root_stored {
@@ -213,12 +214,20 @@ fn copy_id(metadata: &Metadata) -> Result<SnapshotId, SnapshotError> {
     Ok(SnapshotId(*id))
 }
 
+/// Whether all of an image is here to be copied.
+fn check_copyable(metadata: &Metadata) -> Result<(), GuestImageError> {
+    match &metadata.root_object {
+        None => Ok(()),
+        Some(location) => {
+            let (name, location) = (metadata.name.clone(), location.clone());
+            Err(GuestImageError::RootObject { name, location })
+        }
+    }
+}
+
 /// How it is stored, and the files that its images are read from.
 fn draft(mut files: ImageFiles) -> Result<(Draft, Vec<(Role, File)>), SnapshotError> {
-    if let Some(location) = files.metadata.root_object.clone() {
-        let name = files.metadata.name;
-        return Err(GuestImageError::RootObject { name, location }.into());
-    }
+    check_copyable(&files.metadata)?;
     let metadata = Metadata { seeded: None, ..files.metadata.clone() };
     let opened = [files.kernel.take(), files.initrd.take(), files.root.take()];
     let mut parts = Vec::new();

@@ -306,7 +306,9 @@ async fn bring_up(
     vm.set_machine(Arc::clone(&machine));
     start_channels(forker, vm, &machine, None).map_err(RunError::Channels)?;
     // Clones of it will want QEMUs of this shape.
-    core.pool.want(&machine.clones_shape(), core.config.pool as usize);
+    if machine.disks().is_none_or(|disks| disks.unforkable().is_none()) {
+        core.pool.want(&machine.clones_shape(), core.config.pool as usize);
+    }
     if !vm.identity.has_agent || timeout == Some(Duration::ZERO) {
         if vm.identity.has_agent {
             greet_in_background(core, vm);

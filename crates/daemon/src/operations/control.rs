@@ -169,11 +169,16 @@ impl Control for Hub {
                 let body = ErrorBody::new(ErrorCode::Conflict, message());
                 return Err(body.cause("the image was replaced just now").remedy("try again"));
             }
+            // By this a client that comes back knows the content again.
+            let known_by = match before.is_empty() {
+                true => content.image.id().to_string(),
+                false => before,
+            };
             self.library.image_is_read(name);
             content.spec.read_only = !writable;
             self.core.disks.count_on(user, std::slice::from_mut(&mut content));
             let name = name.to_owned();
-            self.on_disks(message(), move |disks| disks.serve_client(&name, &before, &content))
+            self.on_disks(message(), move |disks| disks.serve_client(&name, &known_by, &content))
                 .await
         }
         .boxed()

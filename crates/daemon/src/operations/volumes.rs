@@ -1,5 +1,7 @@
 //! [`VolumeControl`] on the real host.
 
+use std::sync::Arc;
+
 use futures_util::FutureExt;
 use tokio::task::block_in_place;
 use vmfork_api::{
@@ -35,7 +37,13 @@ impl VolumeControl for Hub {
             };
             let request = VolumeRequest { source, ..request };
             let root_of = |image: &str| root_of(core, image);
+            let of_object = matches!(request.source, VolumeSource::Object { .. });
             let made = core.disks.create_volume(request, now_unix_ms(), root_of).await;
+            if of_object {
+                // The volume has a copy.
+                let disks = Arc::clone(&core.disks);
+                drop(tokio::task::spawn_blocking(move || disks.prune_objects()));
+            }
             made.map_err(|error| error.to_body(message))
         }
         .boxed()

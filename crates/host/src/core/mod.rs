@@ -65,6 +65,9 @@ use vmfork_guest_link::agent::HostMail;
 /// What a host that is short of memory must have free, on top of its reserve, before it prefetches
 /// anything.
 const SPARE_BYTES: u64 = 256 << 20;
+/// Shapes that have waiting QEMUs at a time, those used last. VMs with disks of another size make
+/// another shape.
+const POOL_SHAPES_MAX: usize = 8;
 /// Most waiting QEMUs over all shapes.
 const POOL_MAX: usize = 1024;
 /// A shape that was not used for this long gives its waiting QEMUs back.
@@ -163,7 +166,8 @@ impl Core {
             Arc::clone(&disks),
         ));
         let cores = admission::cores();
-        let limits = Limits { total_max: POOL_MAX, starting_max: cores, idle_after: POOL_IDLE };
+        let total_max = (config.pool as usize).saturating_mul(POOL_SHAPES_MAX).min(POOL_MAX);
+        let limits = Limits { total_max, starting_max: cores, idle_after: POOL_IDLE };
         let pool = {
             let launcher = Arc::clone(&launcher);
             let admission = admission.clone();

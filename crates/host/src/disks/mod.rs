@@ -1,10 +1,12 @@
 //! The writable disks of this host's VMs: what they hold at first, and who serves them.
 //!
 //! ```text
-//!   source ─► DiskContent ─► attach ─► MachineDisks ─► QEMU's NBD client
-//!                  ▲                        │
-//!                  └─────── freeze ─────────┘
+//!   source ─► DiskContent ─► attach (boot) ─► MachineDisks ─► QEMU's NBD client
+//!                  ▲  └────► fill (clone) ──────► ▲  │            ▲
+//!                  └──────────── freeze ─────────────┘   wait ────┘
 //! ```
+//!
+//! A QEMU that waits is connected to a server whose disks come when it becomes a clone.
 //!
 //! A disk that is a volume (`volumes`) is not made for the machine. It is lent to it.
 //!

@@ -187,7 +187,10 @@ impl MachineDisks {
         for (index, slot) in slots.into_iter().enumerate() {
             let (name, description) = (late_name(index), String::new());
             let socket = NbdSocket::new(&folder, DISK_SOCKET, name.as_str(), slot);
-            sockets.push(socket.map_err(|error| DiskError::Serve(io::Error::other(error)))?);
+            sockets.push(socket.map_err(|error| match error {
+                NbdSocketError::Folder(source) => DiskError::Serve(source),
+                error => DiskError::Serve(io::Error::other(error)),
+            })?);
             let DiskSlot { size_bytes, read_only, flushes } = slot;
             promised.push(Export { name, description, size_bytes, read_only, flushes });
         }
@@ -212,7 +215,7 @@ impl MachineDisks {
         let disks: Vec<Served> = named.collect();
         let filled = disks.iter().all(|served| server.fill(&served.export, served.export()));
         *self.disks() = disks;
-        filled
+        filled && server.is_filled()
     }
 
     fn disks(&self) -> MutexGuard<'_, Vec<Served>> {
@@ -251,6 +254,11 @@ impl MachineDisks {
     /// A disk has no layer to go on with.
     pub fn freeze(&self) -> Result<Vec<DiskContent>, LayerError> {
         self.disks().iter().map(Served::freeze).collect()
+    }
+
+    /// What QEMU is told of each.
+    pub fn slots(&self) -> Vec<DiskSlot> {
+        self.disks().iter().map(|served| served.spec.slot()).collect()
     }
 
     /// What QEMUs of clones are told of each, as they are now.

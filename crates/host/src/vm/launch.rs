@@ -71,7 +71,7 @@ impl LaunchError {
             | Self::Prepare(_)
             | Self::Journal(_)
             | Self::Socket(_)
-            | Self::Begin(BindError::Socket(_) | BindError::RootFile(_)) => ErrorCode::Host,
+            | Self::Begin(BindError::RootFile(_)) => ErrorCode::Host,
             Self::Disks(error) => error.code(),
             Self::NoUser | Self::NoRoom(_) => ErrorCode::NoCapacity,
             Self::Start(_) | Self::Unforkable { .. } | Self::Begin(_) => ErrorCode::Qemu,
@@ -166,7 +166,7 @@ impl Launcher {
 
     async fn start(
         &self,
-        shape: Shape,
+        mut shape: Shape,
         booting: Option<Booting<'_>>,
     ) -> Result<Machine, LaunchError> {
         let user = self.users.take().ok_or(LaunchError::NoUser)?;
@@ -187,6 +187,8 @@ impl Launcher {
             Some(Booting { drives, disks, vm, boot }) => {
                 let uid = user.run_as().uid;
                 let disks = tokio::task::block_in_place(|| self.disks.attach(vm, uid, disks))?;
+                // A volume may have grown since it was asked for.
+                shape = shape.with_disks(disks.iter().flat_map(MachineDisks::slots));
                 let sockets = disks.as_ref().map(MachineDisks::sockets).transpose();
                 let sockets = sockets?.unwrap_or_default();
                 let launch = Launch::boot(binary, shape.clone(), ends.ram, boot);

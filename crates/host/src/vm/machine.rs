@@ -7,9 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use vmfork_engine::{Engine, ViewCounters};
 use vmfork_memory::{Attachment, GuestMemory, MemorySample, TapError, pmem_bytes};
 use vmfork_policy::ViewId;
-use vmfork_qemu::{
-    DriveSlot, Drives, NbdSocketError, Process, Qemu, Qmp, QmpError, Shape, Version,
-};
+use vmfork_qemu::{DriveSlot, Drives, Process, Qemu, Qmp, QmpError, Shape, Version};
 
 use super::launch::Kept;
 use crate::admission::Lease;
@@ -37,7 +35,7 @@ pub struct Machine {
     kept: Kept,
     /// What its read-only drives hold: from its boot on, or from the time that it became a clone.
     drives: OnceLock<Drives>,
-    /// Its writable ones, from then on. They end after QEMU.
+    /// Its disks. Those of one that waits are filled when it becomes a clone. They end after QEMU.
     disks: OnceLock<MachineDisks>,
     /// Of its device state's stream. `None` until a migration has shown it; `Some(None)`: of no use
     /// here.
@@ -53,8 +51,6 @@ pub enum BindError {
     Other { given: Vec<DriveSlot>, shape: Vec<DriveSlot> },
     #[error("give a waiting QEMU its drives")]
     Qmp(#[from] QmpError),
-    #[error("give a waiting QEMU its disks' socket")]
-    Socket(#[from] NbdSocketError),
     #[error("look at the root's file")]
     RootFile(#[source] io::Error),
     #[error("show the root's file in persistent memory")]

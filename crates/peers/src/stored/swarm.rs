@@ -10,6 +10,7 @@ use blake3::Hash;
 use bytes::Bytes;
 use futures_util::FutureExt;
 use futures_util::future::{BoxFuture, Shared, join_all};
+use tokio::sync::Semaphore;
 use vmfork_cluster::HostId;
 use vmfork_store::{SnapshotId, VerifiedChunk, is_profile};
 
@@ -33,19 +34,31 @@ const FILE_WAIT: Duration = Duration::from_secs(10);
 const RELAY_WAIT: Duration = Duration::from_secs(21);
 /// How many chunks are remembered: 16 MiB at most, if none could be compressed.
 const RECENT_MAX: usize = 64;
+/// How many chunks are written at a time that were brought for other hosts.
+const KEEPING_MAX: usize = 32;
 /// How long a chunk that has come is remembered: the store has written it by then.
 const RECENT_FOR: Duration = Duration::from_secs(10);
 /// How long a host that failed is asked last: longer than it is waited for.
 const SHUN_FOR: Duration = Duration::from_secs(30);
 
 /// What is common to all images.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Common {
     pub(super) connections: Connections,
+    /// One permit for each chunk that is being kept for another host.
+    keeping: Arc<Semaphore>,
     /// Chunks that came, that were given to other hosts, and that were brought for that.
     pub(super) came: AtomicU64,
     pub(super) given: AtomicU64,
     pub(super) relayed: AtomicU64,
+}
+
+impl Default for Common {
+    fn default() -> Self {
+        let (came, given, relayed) = Default::default();
+        let (connections, keeping) = (Connections::default(), Semaphore::new(KEEPING_MAX));
+        Self { connections, keeping: Arc::new(keeping), came, given, relayed }
+    }
 }
 
 type Coming = BoxFuture<'static, Result<Bytes, Arc<Missing>>>;
@@ -63,7 +76,8 @@ impl Recent {
     /// Whether it comes, or has come a moment ago.
     fn is_useful(&self) -> bool {
         match self.landed.get() {
-            None => true,
+            // It comes, or its task has panicked.
+            None => !self.coming.peek().is_some_and(Result::is_err),
             Some(came) => came.is_some_and(|at| at.elapsed() < RECENT_FOR),
         }
     }
@@ -225,9 +239,12 @@ impl ImageSwarm {
                 let chunk = this.bring(&hosts, &key, hash, asks, relays).await?;
                 let file = chunk.file().clone();
                 // Once for all that wait for it, and none waits for this. What this host reads
-                // itself, its store keeps.
-                if relays {
-                    drop(tokio::task::spawn_blocking(move || this.keep(&chunk)));
+                // itself, its store keeps. On a host whose disk is too slow, a chunk is not kept.
+                if relays && let Ok(turn) = Arc::clone(&this.common.keeping).try_acquire_owned() {
+                    drop(tokio::task::spawn_blocking(move || {
+                        this.keep(&chunk);
+                        drop(turn);
+                    }));
                 }
                 Ok(file)
             }
