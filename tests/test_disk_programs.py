@@ -151,6 +151,8 @@ def test_postgresql_under_load_is_forked(bank: vmfork.VM, seed: int, forks: int)
         acknowledged = transactions(member)
         # As in a crash: its processes do not learn of it, and write nothing more.
         postgres(member, "pkill -9 -o -x postgres; while pgrep -x postgres >/dev/null; do sleep 0.1; done")
+        # What it reads comes from the disk, and not from the guest's page cache.
+        member.exec("sync && echo 3 >/proc/sys/vm/drop_caches", check=True, timeout_s=120)
         postgres(member, f"{SERVER} start >/dev/null")
         assert transactions(member) >= acknowledged, f"{member.name} has lost what it had acknowledged"
         whole(member)
@@ -221,10 +223,13 @@ def test_posix_semantics_in_a_clone_of_a_busy_parent(start: Callable[[], vmfork.
     users = 'dummy_auth = { entries = [["daemon", "daemon"], ["bin", "bin"]] }\n'
     vm.write_file("/run/pjdfstest.toml", (users + "[settings]\nnaptime = 0.01\n[features]\nposix_fallocate = {}\n").encode())
     busy = "i=0; while :; do i=$((i+1)); head -c 1M /dev/urandom >/mnt/data/busy-$((i % 8)); sync; done"
-    vm.exec(f"({busy}) >/dev/null 2>&1 </dev/null &", check=True)
+    vm.exec(f"({busy}) >/dev/null 2>&1 </dev/null & echo $! >/run/busy.pid", check=True)
     eventually(lambda: vm.exec("test -e /mnt/data/busy-3").exit_code == 0, 30, "it writes")
     with vm.fork(1) as clones:
         (clone,) = clones
         clone.exec("mkdir -m 777 /mnt/data/suite", check=True)
         done = clone.exec("/run/pjdfstest -c /run/pjdfstest.toml -p /mnt/data/suite", timeout_s=500)
         assert done.exit_code == 0, (done.stdout_text + done.stderr_text)[-3000:]
+        clone.exec("kill $(cat /run/busy.pid)", check=True)
+        eventually(lambda: clone.exec("umount /mnt/data").exit_code == 0, 60, "nothing writes any more")
+        clone.exec("echo 3 >/proc/sys/vm/drop_caches; e2fsck -fn /dev/vdb", check=True, timeout_s=120)
