@@ -36,7 +36,10 @@ def test_a_volume_is_made_listed_changed_and_removed(
     client.volumes.create("warm", snapshot=("web", "data"))
     stored = {"type": "snapshot", "snapshot": "web", "disk": "data"}
     assert daemon.asked[-1][3]["source"] == stored
-    client.volumes.remove("warm")
+    client.volumes.create("far", s3="s3://bases/data.raw")
+    assert daemon.asked[-1][3]["source"] == {"type": "object", "location": "s3://bases/data.raw"}
+    for name in ("warm", "far"):
+        client.volumes.remove(name)
     assert [one.name for one in client.volumes.list()] == ["db", "set", "old"]
     assert client.volumes.set_on_fork("db", vmfork.OnFork.REFUSE).on_fork == "refuse"
     assert client.volumes.get("db").on_fork is vmfork.OnFork.REFUSE

@@ -145,6 +145,9 @@ mod tests {
         let (stored, _) = source("create db --from snapshot:warm/data");
         let (snapshot, disk) = ("warm".to_owned(), "data".to_owned());
         assert_eq!(stored, VolumeSource::Snapshot { snapshot, disk });
+        let location = "s3://bases/data.raw".to_owned();
+        let (object, _) = source(&format!("create db --from {location}"));
+        assert_eq!(object, VolumeSource::Object { location });
         let (relative, _) = source("create db --from file:db.raw");
         assert!(matches!(relative, VolumeSource::File { path, .. } if path.starts_with('/')));
     }
@@ -160,6 +163,7 @@ mod tests {
             "create db --from tape:0",
             "create db --from file:",
             "create db --from image:../x",
+            "create db --from s3://bases",
             "create db --size 1G --on-fork maybe",
             "rm",
             "rm ..",
