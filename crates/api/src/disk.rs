@@ -8,7 +8,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::schema::{Closed, DiskId, DiskName, HostPath, Name};
+use crate::schema::{Closed, DiskId, DiskName, HostPath, Name, ObjectLocation};
 
 /// Most disks of one VM, beside its root. That of an overlay is one of them.
 pub const DISKS_MAX: usize = 7;
@@ -68,7 +68,7 @@ pub enum DiskSource {
     },
     /// A raw disk in an object store, at `s3://BUCKET/KEY`. It is fetched as it is read.
     Object {
-        #[schema(min_length = 8, max_length = 600, pattern = "^s3://[^/]+/.+$")]
+        #[schema(value_type = ObjectLocation)]
         location: String,
     },
     /// Nothing yet: a volume can be attached while the VM runs.

@@ -73,6 +73,11 @@ text!(
     ),
     "A store, or `cluster://[HOST]`: the hosts of the cluster that seed the image, or one of them."
 );
+text!(
+    ObjectLocation,
+    r"^s3://[a-z0-9.-]{3,63}(?:/[A-Za-z0-9][A-Za-z0-9._-]{0,99}){1,5}$",
+    "`s3://BUCKET/KEY`: an object of an object store."
+);
 text!(Plain, r"^[^\x00]*$", "Text without NUL bytes.");
 text!(
     Base64,

@@ -9,7 +9,7 @@ use crate::disk::{
     DISK_BYTES_MAX, DISK_BYTES_MIN, DiskFormat, DiskSource, disk_name_is_valid,
     object_location_is_valid,
 };
-use crate::schema::{Closed, DiskName, HostPath, Name};
+use crate::schema::{Closed, DiskName, HostPath, Name, ObjectLocation};
 use crate::{DiskError, Labels};
 
 /// Most volumes of one host. Each has a few open files.
@@ -72,7 +72,7 @@ pub enum VolumeSource {
     },
     /// A raw disk in an object store, at `s3://BUCKET/KEY`. All of it is read.
     Object {
-        #[schema(min_length = 8, max_length = 600, pattern = "^s3://[^/]+/.+$")]
+        #[schema(value_type = ObjectLocation)]
         location: String,
     },
     /// A file on the daemon's host.
