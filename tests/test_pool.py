@@ -90,3 +90,41 @@ def test_a_qemu_that_waited_for_one_image_serves_another(
         eventually(lambda: client.host().pool.waiting == 1, 60, "a QEMU waits again")
         (clone,) = first.fork(1).raise_for_errors()
         assert clone.exec(_ROOT, check=True).stdout_text == f"{own}  -\none\n"
+
+
+@pytest.mark.slow
+@pytest.mark.limit(300)
+def test_a_qemu_that_waits_is_for_the_disks_that_clones_have_now(
+    make_daemon: MakeDaemon, image: str
+) -> None:
+    """It is connected to them before there is a clone, so their sizes are part of its shape."""
+    mib = 1 << 20
+    daemon = make_daemon("--pool", "1")
+    daemon.add_image(image)
+    daemon.start()
+    with daemon.client() as client:
+        disks = [vmfork.NewDisk.blank("data", 64 * mib), vmfork.NewDisk.empty("later")]
+        vm = client.run(image, name="parent", memory_mib=256, disks=disks)
+        eventually(lambda: client.host().pool.waiting == 1, 60, "a QEMU waits")
+        warmed = _waiting(daemon)
+
+        def forked() -> tuple[vmfork.VM, bool]:
+            fork = vm.fork(1).raise_for_errors()
+            return fork[0], fork.results[0].pooled
+
+        vm.exec("echo first | dd of=/dev/vdb conv=notrunc,fsync", check=True)
+        clone, pooled = forked()
+        assert pooled and daemon.qemu(clone).pid in warmed
+        assert clone.exec("head -c 5 /dev/vdb", check=True).stdout_text == "first"
+        clone.exec("echo other | dd of=/dev/vdb conv=notrunc,fsync", check=True)
+        assert vm.exec("echo 3 >/proc/sys/vm/drop_caches; head -c 5 /dev/vdb", check=True).stdout_text == "first"
+
+        # Those of the old size are of no use to it.
+        eventually(lambda: client.host().pool.waiting == 1, 60, "a QEMU waits again")
+        (data,) = [disk for disk in client.disks() if disk.vm == "parent" and disk.name == "data"]
+        client.resize_disk(data.id, 128 * mib)
+        for wanted in (False, True):
+            clone, pooled = forked()
+            assert pooled is wanted
+            assert clone.exec("blockdev --getsize64 /dev/vdb", check=True).stdout_text.strip() == str(128 * mib)
+            eventually(lambda: client.host().pool.waiting == 2, 60, "QEMUs of both shapes wait")
