@@ -84,6 +84,16 @@ fn read(image: &DiskImage, first: u64, pages: u64) -> io::Result<Vec<u8>> {
     image.read(range, &mut bytes).map(|()| bytes)
 }
 
+/// An earlier daemon has read these pages of the object. → its ID.
+fn fetched(folder: &Path, fake: &Arc<Fake>, pages: &[u64]) -> ImageId {
+    let objects = objects(folder, fake, 0);
+    let image = objects.disk("s3://bucket/base.raw").expect("a disk");
+    for page in pages {
+        assert_eq!(read(&image, *page, 1).expect("read"), wanted(37, *page, 1));
+    }
+    image.id()
+}
+
 fn wanted(seed: u64, first: u64, pages: u64) -> Vec<u8> {
     let at = |page: u64| usize::try_from(page * PAGE_BYTES).expect("small");
     let mut all = content(seed);
@@ -163,12 +173,7 @@ fn a_full_host_reads_and_keeps_nothing() {
 fn marks_without_their_bytes_are_nothing() {
     let folder = tempfile::tempdir().expect("a folder");
     let fake = Fake::new();
-    let id = {
-        let objects = objects(folder.path(), &fake, 0);
-        let image = objects.disk("s3://bucket/base.raw").expect("a disk");
-        assert_eq!(read(&image, 0, 1).expect("read"), wanted(37, 0, 1));
-        image.id()
-    };
+    let id = fetched(folder.path(), &fake, &[0]);
     let data = folder.path().join(id.to_string()).join("data");
     let cut = || fs::File::options().write(true).open(&data).and_then(|file| file.set_len(4096));
     for lose in [&(|| fs::remove_file(&data)) as &dyn Fn() -> io::Result<()>, &cut] {
@@ -185,13 +190,7 @@ fn marks_without_their_bytes_are_nothing() {
 fn what_was_not_noted_is_fetched_again_and_no_credentials_are_needed_for_the_rest() {
     let folder = tempfile::tempdir().expect("a folder");
     let fake = Fake::new();
-    let id = {
-        let objects = objects(folder.path(), &fake, 0);
-        let image = objects.disk("s3://bucket/base.raw").expect("a disk");
-        assert_eq!(read(&image, 0, 1).expect("read"), wanted(37, 0, 1));
-        assert_eq!(read(&image, 256, 1).expect("read"), wanted(37, 256, 1));
-        image.id()
-    };
+    let id = fetched(folder.path(), &fake, &[0, 256]);
     // As if the daemon was killed before it noted the first unit.
     let of = folder.path().join(id.to_string());
     let units = fs::File::options().write(true).open(of.join("units")).expect("there");
@@ -212,12 +211,7 @@ fn what_was_not_noted_is_fetched_again_and_no_credentials_are_needed_for_the_res
 fn after_a_crash_of_the_host_nothing_is_taken_for_fetched() {
     let folder = tempfile::tempdir().expect("a folder");
     let fake = Fake::new();
-    let id = {
-        let objects = objects(folder.path(), &fake, 0);
-        let image = objects.disk("s3://bucket/base.raw").expect("a disk");
-        assert_eq!(read(&image, 0, 1).expect("read"), wanted(37, 0, 1));
-        image.id()
-    };
+    let id = fetched(folder.path(), &fake, &[0]);
     // The note is durable. What it speaks of may be lost.
     let of = folder.path().join(id.to_string());
     let note = fs::read_to_string(of.join("object.json")).expect("there");

@@ -1,6 +1,6 @@
 //! What a machine's drives hold, in the order of the slots of its [`Shape`](crate::Shape).
 //!
-//! The shape says how many drives a QEMU has and of which kind.
+//! The shape says how many drives a QEMU has, of which kind, and the sizes of its disks.
 //!
 //! | kind | QEMU gets | and reads it | of a QEMU that waits |
 //! |---|---|---|---|

@@ -646,8 +646,12 @@ impl HostDisks {
         &self,
         uid: u32,
         slots: impl IntoIterator<Item = DiskSlot>,
-    ) -> Result<(MachineDisks, Vec<NbdSocket>), DiskError> {
-        MachineDisks::wait(slots, uid, &self.new_folder())
+    ) -> Result<Option<(MachineDisks, Vec<NbdSocket>)>, DiskError> {
+        let mut slots = slots.into_iter().peekable();
+        if slots.peek().is_none() {
+            return Ok(None);
+        }
+        MachineDisks::wait(slots, uid, &self.new_folder()).map(Some)
     }
 
     /// A VM of that name gets a QEMU that waited, and these are its disks' contents. → whether they

@@ -165,14 +165,7 @@ impl MachineDisks {
         let (socket, folder, listener) = Socket::make(folder, uid).map_err(DiskError::Serve)?;
         let exports = disks.iter().map(|served| (served.export.clone(), served.export()));
         let server = DiskServer::start_with(listener, uid, exports).map_err(DiskError::Serve)?;
-        Ok(Self {
-            disks: Mutex::new(disks),
-            undecided: Mutex::default(),
-            offers: AtomicU64::new(0),
-            server: Some(server),
-            socket: Some(socket),
-            folder,
-        })
+        Ok(Self::of(disks, server, socket, folder))
     }
 
     /// Of a QEMU that waits: it may connect, and what its disks hold comes later. → also where it
@@ -196,14 +189,7 @@ impl MachineDisks {
         }
         let server =
             DiskServer::start_waiting(listener, uid, promised).map_err(DiskError::Serve)?;
-        let waiting = Self {
-            disks: Mutex::default(),
-            undecided: Mutex::default(),
-            offers: AtomicU64::new(0),
-            server: Some(server),
-            socket: Some(socket),
-            folder,
-        };
+        let waiting = Self::of(Vec::new(), server, socket, folder);
         Ok((waiting, sockets))
     }
 
@@ -216,6 +202,12 @@ impl MachineDisks {
         let filled = disks.iter().all(|served| server.fill(&served.export, served.export()));
         *self.disks() = disks;
         filled && server.is_filled()
+    }
+
+    fn of(disks: Vec<Served>, server: DiskServer, socket: Socket, folder: OwnedFd) -> Self {
+        let (disks, undecided, offers) = (Mutex::new(disks), Mutex::default(), AtomicU64::new(0));
+        let (server, socket) = (Some(server), Some(socket));
+        Self { disks, undecided, offers, server, socket, folder }
     }
 
     fn disks(&self) -> MutexGuard<'_, Vec<Served>> {

@@ -182,8 +182,7 @@ impl Launcher {
             kvm,
             pmem: ends.pmem,
         };
-        let is_booting = booting.is_some();
-        let (launch, holds) = match booting {
+        let (launch, holds, waiting) = match booting {
             Some(Booting { drives, disks, vm, boot }) => {
                 let uid = user.run_as().uid;
                 let disks = tokio::task::block_in_place(|| self.disks.attach(vm, uid, disks))?;
@@ -192,17 +191,15 @@ impl Launcher {
                 let sockets = disks.as_ref().map(MachineDisks::sockets).transpose();
                 let sockets = sockets?.unwrap_or_default();
                 let launch = Launch::boot(binary, shape.clone(), ends.ram, boot);
-                (launch.drives(drives.with_disks(sockets)), Some((drives, disks)))
+                (launch.drives(drives.with_disks(sockets)), Some((drives, disks)), None)
             }
-            None => (Launch::wait(binary, shape.clone(), ends.ram), None),
-        };
-        let (launch, waiting) = match is_booting || shape.disks().next().is_none() {
-            true => (launch, None),
-            false => {
+            None => {
                 let uid = user.run_as().uid;
                 let waits = || self.disks.wait(uid, shape.disks());
-                let (disks, sockets) = tokio::task::block_in_place(waits)?;
-                (launch.drives(Drives::default().with_disks(sockets)), Some(disks))
+                let (disks, sockets) = tokio::task::block_in_place(waits)?.unzip();
+                let sockets = sockets.unwrap_or_default();
+                let launch = Launch::wait(binary, shape.clone(), ends.ram);
+                (launch.drives(Drives::default().with_disks(sockets)), None, disks)
             }
         };
         let (key, value) = self.state.process_mark();
